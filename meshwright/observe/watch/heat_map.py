@@ -52,7 +52,8 @@ def describe_heat_map(history: RunHistory, columns: int, first: int | None, last
 
 def local_seconds(table: StepTable) -> Cells:
     """The seconds of every step that the rank spent by itself, not waiting for others."""
-    return np.sum(list(table.local.values()), axis=0)
+    total: Cells = np.sum(list(table.local.values()), axis=0)
+    return total
 
 
 def bin_means(table: StepTable, values: Cells, low: int, high: int, columns: int) -> Cells:
@@ -60,7 +61,8 @@ def bin_means(table: StepTable, values: Cells, low: int, high: int, columns: int
     places = (table.step - low) * columns // (high - low)
     counts = np.bincount(places, minlength=columns)
     sums = np.bincount(places, weights=np.nan_to_num(values), minlength=columns)
-    return np.divide(sums, counts, out=np.full(columns, np.nan), where=counts > 0)
+    means: Cells = np.divide(sums, counts, out=np.full(columns, np.nan), where=counts > 0)
+    return means
 
 
 def describe_cells(cells: Cells) -> dict[str, Any]:

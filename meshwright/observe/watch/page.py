@@ -6,7 +6,7 @@ path, so that nothing outside of the run folders can be read.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.resources import files
 from typing import Any
 
@@ -77,15 +77,15 @@ class Page:
         content, media_type = self._files[name]
         return Response(content, media_type=media_type, headers={"cache-control": "no-cache"})
 
-    async def stream(self, request: Request) -> Response:
+    async def stream(self, _request: Request) -> Response:
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
         return StreamingResponse(self.updates.stream(), media_type="text/event-stream", headers=headers)
 
-    def list_runs(self, request: Request) -> Response:
+    def list_runs(self, _request: Request) -> Response:
         runs = [{"id": run.number, "name": run.name} for run in self.runs]
         return json_response(encode({"runs": runs, "parts": PARTS}))
 
-    def configs(self, request: Request) -> Response:
+    def configs(self, _request: Request) -> Response:
         differences = config_differences([run.config for run in self.runs])
         return json_response(encode({"differences": differences}))
 
@@ -93,34 +93,32 @@ class Page:
         return json_response(self.run(request).snapshot())
 
     def curves(self, request: Request) -> Response:
-        points, first, last = number(request, "points", 600), number(request, "from"), number(request, "to")
-        question = ("curves", points, first, last)
-        return json_response(self.run(request).answer(question, lambda history: describe_curves(history, *question[1:])))
+        points, first, last = number(request, "points", 600), optional(request, "from"), optional(request, "to")
+        return self.answer(request, lambda history: describe_curves(history, points, first, last))
 
     def heat_map(self, request: Request) -> Response:
-        columns, first, last = number(request, "columns", 200), number(request, "from"), number(request, "to")
-        question = ("heat map", columns, first, last)
-        return json_response(
-            self.run(request).answer(question, lambda history: describe_heat_map(history, *question[1:]))
-        )
+        columns, first, last = number(request, "columns", 200), optional(request, "from"), optional(request, "to")
+        return self.answer(request, lambda history: describe_heat_map(history, columns, first, last))
 
     def timeline(self, request: Request) -> Response:
-        step = number(request, "step")
-        return json_response(
-            self.run(request).answer(("timeline", step), lambda history: describe_timeline(history, step))
-        )
+        step = optional(request, "step")
+        return self.answer(request, lambda history: describe_timeline(history, step))
 
     def diagnosis(self, request: Request) -> Response:
-        return json_response(self.run(request).answer(("diagnosis",), describe_findings))
+        return self.answer(request, describe_findings)
 
     def log(self, request: Request) -> Response:
         run = self.run(request)
         rank, lines = number(request, "rank", 0, MAX_RANK), number(request, "lines", 200)
-        attempt = number(request, "attempt", maximum=MAX_ATTEMPT) or run.folder.last_attempt()
+        attempt = optional(request, "attempt", MAX_ATTEMPT) or run.folder.last_attempt()
         return json_response(encode(describe_log(run.folder, attempt, rank, lines)))
 
+    def answer(self, request: Request, build: Callable[[RunHistory], Any]) -> Response:
+        """Answers from the records of a run; requests with the same address share the answer."""
+        return json_response(self.run(request).answer(f"{request.url.path}?{request.url.query}", build))
+
     def run(self, request: Request) -> WatchedRun:
-        place = request.path_params["run"]
+        place: int = request.path_params["run"]
         if place >= len(self.runs):
             raise HTTPException(404, f"there is no run {place}: expected a number below {len(self.runs)}")
         return self.runs[place]
@@ -132,11 +130,17 @@ def describe_findings(history: RunHistory) -> dict[str, Any]:
     return {"findings": [finding.to_json() for finding in found]}
 
 
-def number(request: Request, name: str, default: int | None = None, maximum: int = MAX_NUMBER) -> int | None:
-    """A natural number of the query; anything else is answered with 400."""
-    text = request.query_params.get(name)
-    if text is None or text == "":
-        return default
+def number(request: Request, name: str, default: int, maximum: int = MAX_NUMBER) -> int:
+    """A natural number of the query, or the default if it has none."""
+    value = optional(request, name, maximum)
+    return default if value is None else value
+
+
+def optional(request: Request, name: str, maximum: int = MAX_NUMBER) -> int | None:
+    """A natural number of the query, or None; anything else is answered with 400."""
+    text = request.query_params.get(name, "")
+    if not text:
+        return None
     if not (text.isascii() and text.isdigit() and len(text) <= 16 and int(text) <= maximum):
         raise HTTPException(400, f"{name} is not a natural number up to {maximum}")
     return int(text)

@@ -62,10 +62,11 @@ def describe_timeline(history: RunHistory, step: int | None) -> dict[str, Any]:
         return {"step": None, "rows": []}
     newest = [int(table.step[-1]) for table in tables.values()]
     step = min(newest) if step is None else min(step, max(newest))
-    records = {rank: row for rank, table in tables.items() if (row := last_row(table, step)) is not None}
-    spans = {rank: row for rank in records if (row := read_spans(history.folder.spans(rank), rank, step)) is not None}
-    complete = len(spans) == len(records)
-    rows = list((spans if complete else {r: row_from_record(r, record) for r, record in records.items()}).values())
+    records = {rank: record for rank, table in tables.items() if (record := last_row(table, step)) is not None}
+    rows = [row for rank in records if (row := read_spans(history.folder.spans(rank), rank, step)) is not None]
+    complete = len(rows) == len(records)
+    if not complete:
+        rows = [row_from_record(rank, record) for rank, record in records.items()]
     origin = min((row.begin for row in rows), default=0.0)
     limit = MAX_SPANS // max(1, len(rows))
     return {
@@ -120,7 +121,9 @@ def read_spans(path: Path, rank: int, step: int) -> TimelineRow | None:
     row = TimelineRow(rank, begin - (finite_number(offset) or 0.0))
     row.spans = list(parse_phases(record))
     row.waits = [
-        (begin, end) for pair in as_list(record.get("waits")) if (begin := pair_at(pair, 0)) <= (end := pair_at(pair, 1))
+        (begin, end)
+        for pair in as_list(record.get("waits"))
+        if (begin := pair_at(pair, 0)) <= (end := pair_at(pair, 1))
     ]
     return row if row.spans else None
 

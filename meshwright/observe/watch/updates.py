@@ -1,7 +1,7 @@
 """Sends the newest snapshot of every run to any number of readers as server-sent events. Torch-free.
 
-One task per run makes the snapshots, while there are readers. A reader has no queue: when it can take something, it gets
-the newest snapshot of each run, so that a slow one skips snapshots and costs nothing.
+One task per run makes the snapshots, while there are readers. A reader has no queue: when it can take something, it
+gets the newest snapshot of each run, so that a slow one skips snapshots and costs nothing.
 """
 
 from __future__ import annotations

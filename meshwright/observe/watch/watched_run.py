@@ -10,15 +10,13 @@ from typing import Any
 
 from meshwright.history.run_history import RunHistory
 from meshwright.observe.watch.answers import encode
-from meshwright.observe.watch.snapshot import describe_run
+from meshwright.observe.watch.run_state import describe_run
 from meshwright.telemetry.run_folder import RunFolder
 
 MAX_ANSWERS = 64
 """Answers that are kept for readers that ask the same."""
 FRESH_SECONDS = 0.5
 """A history that was read this recently is not read again."""
-
-Question = tuple[Any, ...]
 
 
 class WatchedRun:
@@ -37,8 +35,8 @@ class WatchedRun:
         self._history = RunHistory(folder)
         self._lock = threading.Lock()
         self._updated = 0.0
-        self._seen: Question = ()
-        self._answers: OrderedDict[Question, tuple[int, bytes]] = OrderedDict()
+        self._seen: tuple[Any, ...] = ()
+        self._answers: OrderedDict[str, tuple[int, bytes]] = OrderedDict()
 
     @property
     def is_alive(self) -> bool:
@@ -48,7 +46,7 @@ class WatchedRun:
     def config(self) -> dict[str, Any]:
         return self._history.config
 
-    def answer(self, question: Question, build: Callable[[RunHistory], Any]) -> bytes:
+    def answer(self, question: str, build: Callable[[RunHistory], Any]) -> bytes:
         """Returns what `build` makes of the history as JSON, or what it made of the same records before."""
         with self._lock:
             self._update()

@@ -25,10 +25,12 @@ def write_run(
     """Writes a finished run: the first attempt fails at `failed_at`, and the second resumes at `resumed_at`."""
     for folder in ("events", "attempts/0001", "checkpoints"):
         (root / folder).mkdir(parents=True, exist_ok=True)
-    (root / "run.toml").write_text(f"steps = {steps}\nseed = 1\n[optimizer]\nlr = {lr}\n[layout]\nreplicate = {ranks}\n")
+    (root / "run.toml").write_text(
+        f"steps = {steps}\nseed = 1\n[optimizer]\nlr = {lr}\n[layout]\nreplicate = {ranks}\n"
+    )
     (root / "identity.json").write_text("{}")
     spans = [(1, 0, steps)] if failed_at is None else [(1, 0, failed_at), (2, resumed_at, steps)]
-    files = [open(root / "events" / f"rank-{rank:05d}.jsonl", "w") for rank in range(ranks)]
+    files = [(root / "events" / f"rank-{rank:05d}.jsonl").open("w") for rank in range(ranks)]
     supervisor: list[dict[str, Any]] = []
     now = START
     for attempt, first, last in spans:
@@ -36,7 +38,12 @@ def write_run(
         supervisor.append(event("attempt_start", attempt, -1, now, restart=attempt - 1))
         now += 4.0
         for rank, file in enumerate(files):
-            write(file, event("start", attempt, rank, now, steps=steps, ranks=ranks, layout=f"replicate {ranks}", unit="tokens"))
+            write(
+                file,
+                event(
+                    "start", attempt, rank, now, steps=steps, ranks=ranks, layout=f"replicate {ranks}", unit="tokens"
+                ),
+            )
             (root / f"attempts/{attempt:04d}/rank-{rank:05d}.log").write_text(f"rank {rank} prints\n")
         if first:
             write(files[0], event("restored", attempt, 0, now, step=first, checkpoint="step", seconds=0.2, changes=[]))
@@ -49,16 +56,44 @@ def write_run(
         now += 0.5
         if slow_rank is not None:
             message = f"rank {slow_rank} is slow: 1.8 times the median of the others, most of it in forward"
-            supervisor.append(event("straggler", attempt, slow_rank, now, step=last - 2, phase="forward", factor=1.8, seconds=0.05, message=message))
+            supervisor.append(
+                event(
+                    "straggler",
+                    attempt,
+                    slow_rank,
+                    now,
+                    step=last - 2,
+                    phase="forward",
+                    factor=1.8,
+                    seconds=0.05,
+                    message=message,
+                )
+            )
         failed = attempt < len(spans)
         if failed:
-            incident = {"attempt": attempt, "outcome": "failed", "rank": 1, "step": last, "phase": "backward", "exit_code": 8,
-                        "error_type": "RankLost", "message": "rank 1 was ended by SIGKILL", "log_tail": ["last words"],
-                        "stack": "", "ranks": [], "samples": [1, 2], "checkpoint_step": resumed_at, "verdict": "infrastructure",
-                        "recommendation": "the job restarts from the newest checkpoint"}
+            incident = {
+                "attempt": attempt,
+                "outcome": "failed",
+                "rank": 1,
+                "step": last,
+                "phase": "backward",
+                "exit_code": 8,
+                "error_type": "RankLost",
+                "message": "rank 1 was ended by SIGKILL",
+                "log_tail": ["last words"],
+                "stack": "",
+                "ranks": [],
+                "samples": [1, 2],
+                "checkpoint_step": resumed_at,
+                "verdict": "infrastructure",
+                "recommendation": "the job restarts from the newest checkpoint",
+            }
             (root / f"attempts/{attempt:04d}/incident.json").write_text(json.dumps(incident))
         elif complete:
-            write(files[0], event("end", attempt, 0, now, steps=steps, loss=2.0, skipped=0, stopped="", parameters_digest="00"))
+            write(
+                files[0],
+                event("end", attempt, 0, now, steps=steps, loss=2.0, skipped=0, stopped="", parameters_digest="00"),
+            )
         supervisor.append(event("attempt_end", attempt, -1, now + 0.5, restart=attempt - 1))
         now += 1.5
     for file in files:
@@ -83,19 +118,42 @@ def write_step(files: list[Any], attempt: int, step: int, now: float, slow: int 
     for rank, file in enumerate(files):
         wait = seconds - local[rank]
         forward, backward = 0.3 * local[rank], 0.55 * local[rank]
-        phases = {"fetch": 0.05 * local[rank], "copy": 0.01 * local[rank], "forward": forward, "backward": backward + 0.4 * wait,
-                  "sync": 0.6 * wait, "update": 0.09 * local[rank]}
-        record = {"step": step, "loss": loss, "grad_norm": 1.0 + 3.0 * math.exp(-step / 30), "lr": 1e-4, "tokens": 4096,
-                  "samples": 32, "begin": round(now, 6), "phases": {k: round(v, 7) for k, v in phases.items()},
-                  "waits": {"backward": round(0.4 * wait, 7)}, "seconds": round(seconds, 7),
-                  "communication": {"exposed_seconds": round(wait, 7), "exposed_source": "host waits"},
-                  "memory": 400 << 20, "skipped": False, "counted": False}
+        phases = {
+            "fetch": 0.05 * local[rank],
+            "copy": 0.01 * local[rank],
+            "forward": forward,
+            "backward": backward + 0.4 * wait,
+            "sync": 0.6 * wait,
+            "update": 0.09 * local[rank],
+        }
+        record = {
+            "step": step,
+            "loss": loss,
+            "grad_norm": 1.0 + 3.0 * math.exp(-step / 30),
+            "lr": 1e-4,
+            "tokens": 4096,
+            "samples": 32,
+            "begin": round(now, 6),
+            "phases": {k: round(v, 7) for k, v in phases.items()},
+            "waits": {"backward": round(0.4 * wait, 7)},
+            "seconds": round(seconds, 7),
+            "communication": {"exposed_seconds": round(wait, 7), "exposed_source": "host waits"},
+            "memory": 400 << 20,
+            "skipped": False,
+            "counted": False,
+        }
         write(file, event("step", attempt, rank, now + seconds, **record))
     return now + seconds + 0.002
 
 
 def write_counters(files: list[Any], attempt: int, step: int, now: float) -> None:
-    classes = {"parameter": 120 << 20, "gradient": 60 << 20, "optimizer": 120 << 20, "activation": 80 << 20, "temporary": 9 << 20}
+    classes = {
+        "parameter": 120 << 20,
+        "gradient": 60 << 20,
+        "optimizer": 120 << 20,
+        "activation": 80 << 20,
+        "temporary": 9 << 20,
+    }
     for rank, file in enumerate(files):
         at_peak = classes | {"activation": (80 + 5 * rank) << 20}
         memory = {"peak": at_peak, "at_peak": at_peak, "peak_total": sum(at_peak.values()), "after": at_peak}
@@ -107,4 +165,19 @@ def write_checkpoint(root: Path, file: Any, attempt: int, step: int, now: float)
     folder.mkdir(exist_ok=True)
     if step % 60 == 0:
         (folder / "manifest.json").write_text("{}")
-    write(file, event("checkpoint", attempt, 0, now, step=step, folder=f"checkpoints/{folder.name}", bytes=300 << 20, stall_seconds=0.03, seconds=0.4, skipped=0, deleted=[]))
+    write(
+        file,
+        event(
+            "checkpoint",
+            attempt,
+            0,
+            now,
+            step=step,
+            folder=f"checkpoints/{folder.name}",
+            bytes=300 << 20,
+            stall_seconds=0.03,
+            seconds=0.4,
+            skipped=0,
+            deleted=[],
+        ),
+    )

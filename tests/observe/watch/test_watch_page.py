@@ -76,7 +76,16 @@ def test_timeline_is_drawn_from_spans_and_else_from_the_records(tmp_path):
         spans.parent.mkdir(exist_ok=True)
         lines = [
             {"kind": "rank", "attempt": 1, "rank": rank, "clock_offset": 0.5 * rank, "clock_error": 0.0},
-            {"kind": "step", "attempt": 1, "step": 10, "begin": 1000.0 + 0.5 * rank, "phases": [["forward", 0], ["sync", 400], ["forward", 500], ["backward", 900]], "end": 1200, "waits": [[950, 1000]], "actions": [[0, 0], [0, 1], [0, 1]]},
+            {
+                "kind": "step",
+                "attempt": 1,
+                "step": 10,
+                "begin": 1000.0 + 0.5 * rank,
+                "phases": [["forward", 0], ["sync", 400], ["forward", 500], ["backward", 900]],
+                "end": 1200,
+                "waits": [[950, 1000]],
+                "actions": [[0, 0], [0, 1], [0, 1]],
+            },
         ]
         spans.write_text("".join(json.dumps(line, separators=(",", ":")) + "\n" for line in lines))
     drawn = page(folder).get("/api/runs/0/timeline?step=10").json()
@@ -148,7 +157,9 @@ def test_values_that_are_no_natural_numbers_are_answered_with_400(client, query)
     assert client.get(f"/api/runs/0/{query}").status_code == 400
 
 
-@pytest.mark.parametrize("query", ["curves?points=0", "curves?from=50&to=10", "heatmap?columns=0&from=999999", "timeline?step=999999"])
+@pytest.mark.parametrize(
+    "query", ["curves?points=0", "curves?from=50&to=10", "heatmap?columns=0&from=999999", "timeline?step=999999"]
+)
 def test_ranges_without_steps_are_answered(client, query):
     assert client.get(f"/api/runs/0/{query}").status_code == 200
 
@@ -176,11 +187,22 @@ def test_log_is_escaped_bounded_and_never_read_through_a_link(tmp_path):
 def test_garbage_records_and_spans_are_no_error(tmp_path):
     folder = write_run(tmp_path / "run", steps=6, ranks=2, failed_at=None)
     with open(folder / "events/rank-00001.jsonl", "ab") as file:
-        file.write(b'{"kind":"step","attempt":1,"rank":1,"step":6,"seconds":1e400,"phases":[]}\n\xff\xfe\n{"kind":"step"}\n[[[[\n')
+        file.write(
+            b'{"kind":"step","attempt":1,"rank":1,"step":6,"seconds":1e400,"phases":[]}\n\xff\xfe\n{"kind":"step"}\n[[[[\n'
+        )
     (folder / "events/supervisor.jsonl").write_bytes(b'{"kind":"straggler","message":{}}\n{"kind":7}\n')
     trace = RunFolder(folder).spans(0).parent
     trace.mkdir()
-    hostile = {"kind": "step", "attempt": 1, "step": 3, "begin": 1.0, "phases": [["forward", None], 3, ["x", 1], ["sync", -1e300]], "end": "x", "waits": [[1], ["a", 2], None], "actions": "no"}
+    hostile = {
+        "kind": "step",
+        "attempt": 1,
+        "step": 3,
+        "begin": 1.0,
+        "phases": [["forward", None], 3, ["x", 1], ["sync", -1e300]],
+        "end": "x",
+        "waits": [[1], ["a", 2], None],
+        "actions": "no",
+    }
     for rank in range(2):
         RunFolder(folder).spans(rank).write_text(json.dumps(hostile, separators=(",", ":")) + "\n")
     (folder / "plan.json").write_text("[" * 100_000)

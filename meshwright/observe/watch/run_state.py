@@ -1,4 +1,4 @@
-"""The state of a run at one moment, as the page shows it: signals, goodput, attempts, checkpoints, memory. Torch-free."""
+"""The state of a run at one moment, as the page shows it: signals, goodput, attempts and memory. Torch-free."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def describe_event(event: Event) -> str:
 
 def describe_memory(history: RunHistory) -> list[dict[str, Any]]:
     """The memory classes of every rank at the moment of its largest sum, from the newest counters."""
-    rows = [
+    rows: list[dict[str, Any]] = [
         {"rank": rank, "step": counters.step, "total": counters.peak_total, "classes": counters.at_peak}
         for rank, counters in sorted(history.counters.items())
     ]
