@@ -287,7 +287,7 @@ FAULTS: dict[str, FaultRun] = {
     "fp16 overflow": FaultRun(
         "numerics",
         Variant((*model(64, 2, 32, 8, 24), "--precision.compute=fp16", "--precision.loss_scale=1e12")),
-        Variant((*model(48, 3, 48, 12, 20, 3), "--precision.compute=fp16", "--precision.loss_scale=1e15")),
+        Variant((*model(48, 3, 48, 12, 20, 3), "--precision.compute=fp16", "--precision.loss_scale=3e11")),
         variant="overflow",
     ),
     "periodic stall": FaultRun(
@@ -326,7 +326,7 @@ FAULTS: dict[str, FaultRun] = {
     ),
     "poisoned sample": FaultRun(
         "numerics",
-        Variant((*model(64, 2, 32, 8, 40), "--eval.holdout=0"), prepare=write_poisoned(32, 137)),
+        Variant((*model(64, 2, 32, 8, 40), "--eval.holdout=0"), prepare=write_poisoned(32, 226)),
         Variant((*model(48, 3, 24, 9, 40, 3), "--eval.holdout=0"), prepare=write_poisoned(24, 201)),
         variant="loss spike",
     ),
@@ -344,4 +344,4 @@ FAULTS: dict[str, FaultRun] = {
 }
 """Fault -> its runs. The place of a poisoned sample is the step that `step_of_sample` finds."""
 
-POISONED_SAMPLES = {"development": 137, "test": 201}
+POISONED_SAMPLES = {"development": 226, "test": 201}

@@ -41,20 +41,20 @@ def is_numerics(incident: Incident) -> bool:
 
 
 def describe_crash(history: RunHistory, attempt: AttemptHistory, failed: list[AttemptHistory], share: float) -> Finding:
-    incident, run = attempt.incident, history.folder.root
+    incident = attempt.incident
     evidence = [MeasuredFigure("attempts that failed", len(failed), "count", float(len(history.attempts)), "attempts")]
     if incident is None or incident.outcome == "lost":
         return Finding(
             "crash",
             "infrastructure",
-            f"attempt {attempt.number} ended without a report after {attempt.done} steps: its supervisor was killed, or "
-            "the host went down",
+            f"attempt {attempt.number} ended without a report after {attempt.done} steps: its supervisor was killed, "
+            "or the host went down",
             share,
             "medium",
             step=attempt.done,
             evidence=tuple(evidence),
             change=Change(action="see the logs of the host and the scheduler; repeat the command to resume"),
-            check=f"meshwright report {run}",
+            check="meshwright report RUN",
         )
     variant, confidence = classify(incident)
     ranks = Counter(a.incident.rank for a in failed if a.incident is not None and a.incident.rank is not None)
@@ -75,7 +75,7 @@ def describe_crash(history: RunHistory, attempt: AttemptHistory, failed: list[At
         phase=incident.phase,
         evidence=tuple(evidence),
         change=Change(action=next_move(incident, variant, ranks)),
-        check=f"meshwright replay {run} --step {incident.step}" if incident.step is not None else "",
+        check=f"meshwright replay RUN --step {incident.step}" if incident.step is not None else "",
     )
 
 

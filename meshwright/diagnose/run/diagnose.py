@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
 from meshwright.diagnose.finding import Change, Finding, MeasuredFigure
+from meshwright.diagnose.run import crashes, hangs, numerics, replayed_samples
 from meshwright.diagnose.run.change_cost import with_costs
 from meshwright.diagnose.run.step_time import (
     bubble,
@@ -21,6 +22,10 @@ from meshwright.diagnose.run.timed_steps import LIMITING_SHARE, TimedSteps, time
 from meshwright.history.run_history import RunHistory
 
 CLASSES: tuple[Callable[[RunHistory], Iterator[Finding]], ...] = (
+    hangs.find,
+    crashes.find,
+    numerics.find,
+    replayed_samples.find,
     stragglers.find,
     communication.find,
     bubble.find,

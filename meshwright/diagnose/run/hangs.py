@@ -62,7 +62,7 @@ def find_current(history: RunHistory) -> Iterator[Finding]:
         phase=reading.phase if reading is not None else "",
         evidence=(MeasuredFigure("seconds without a record", signals.quiet_seconds or 0.0, "s"),),
         change=Change(action="the supervisor ends a rank that hangs after launch.hang_timeout, and dumps its stack"),
-        check=f"meshwright watch {history.folder.root}",
+        check="meshwright watch RUN",
     )
 
 
@@ -130,7 +130,7 @@ def describe_hang(history: RunHistory, attempt: AttemptHistory, count: int) -> F
         phase=incident.phase,
         evidence=tuple(evidence),
         change=Change(action=action),
-        check=f"meshwright replay {history.folder.root} --step {incident.step}" if incident.step is not None else "",
+        check=f"meshwright replay RUN --step {incident.step}" if incident.step is not None else "",
     )
 
 

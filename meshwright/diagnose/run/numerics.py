@@ -27,18 +27,18 @@ def find(history: RunHistory) -> Iterator[Finding]:
         return
     divergence = find_divergence(table.loss)
     if divergence is not None:
-        yield describe_divergence(history, table, divergence)
+        yield describe_divergence(table, divergence)
     elif history.nonfinite:
         yield describe_nonfinite(history, table)
-    yield from find_loss_scale(history, table)
+    yield from find_loss_scale(table)
     last = divergence.index if divergence is not None else len(table)
     before = table.select(slice(0, last))
     spikes = [s for s in find_spikes(before.loss, before.grad_norm) if before.step[s.index] >= EARLY_STEPS]
     if spikes:
-        yield describe_spikes(history, before, spikes)
+        yield describe_spikes(before, spikes)
 
 
-def describe_divergence(history: RunHistory, table: StepTable, divergence: Divergence) -> Finding:
+def describe_divergence(table: StepTable, divergence: Divergence) -> Finding:
     index = divergence.index
     step, rate = int(table.step[index]), float(np.nanmax(table.lr[: index + 1]))
     norms = table.grad_norm
@@ -65,7 +65,7 @@ def describe_divergence(history: RunHistory, table: StepTable, divergence: Diver
             (f"optimizer.lr = {rate / 10:.2g}",),
             "a longer schedule.warmup, or optimizer.clip = 1 if clipping is off, may be enough",
         ),
-        check=f"meshwright replay {history.folder.root} --step {max(0, step - 1)}",
+        check=f"meshwright replay RUN --step {max(0, step - 1)}",
     )
 
 
@@ -85,11 +85,11 @@ def describe_nonfinite(history: RunHistory, table: StepTable) -> Finding:
         step=step,
         evidence=(MeasuredFigure("steps with values that are not finite", len(steps), "count"),),
         change=Change(action=f"look at the samples of step {step} and the outputs of its modules, which replay shows"),
-        check=f"meshwright replay {history.folder.root} --step {step}",
+        check=f"meshwright replay RUN --step {step}",
     )
 
 
-def find_loss_scale(history: RunHistory, table: StepTable) -> Iterator[Finding]:
+def find_loss_scale(table: StepTable) -> Iterator[Finding]:
     """Overflow and underflow under fp16's loss scale. A skipped step whose loss is finite is an overflow."""
     scale = table.loss_scale
     scaled = np.isfinite(scale)
@@ -119,7 +119,7 @@ def find_loss_scale(history: RunHistory, table: StepTable) -> Iterator[Finding]:
                 tuple(filter(None, (start, 'precision.compute = "bf16"' if not settled else ""))),
                 "bf16 needs no loss scale, where the device supports it",
             ),
-            check=f"meshwright report {history.folder.root}",
+            check="meshwright report RUN",
         )
     zero = scaled & (table.grad_norm == 0) & ~table.skipped
     if (vanished := int(zero.sum())) >= MIN_SKIPPED and vanished / steps >= MIN_SHARE:
@@ -134,11 +134,11 @@ def find_loss_scale(history: RunHistory, table: StepTable) -> Iterator[Finding]:
             step=step,
             evidence=(MeasuredFigure("steps whose gradient is zero", vanished, "count", 0.0, "expected"),),
             change=Change((f"precision.loss_scale = {max(65536.0, last * 1024):g}",), "bf16 needs no loss scale"),
-            check=f"meshwright report {history.folder.root}",
+            check="meshwright report RUN",
         )
 
 
-def describe_spikes(history: RunHistory, table: StepTable, spikes: list[Spike]) -> Finding:
+def describe_spikes(table: StepTable, spikes: list[Spike]) -> Finding:
     first = spikes[0]
     step, loss = int(table.step[first.index]), float(table.loss[first.index])
     others = sorted(int(table.step[spike.index]) for spike in spikes[1:])
@@ -157,7 +157,7 @@ def describe_spikes(history: RunHistory, table: StepTable, spikes: list[Spike]) 
             MeasuredFigure("robust deviations of the gradient norm", first.norm_deviations, "", 0.0, "expected"),
         ),
         change=Change(action=f"replay of step {step} shows the loss of every sample, and names the one to blame"),
-        check=f"meshwright replay {history.folder.root} --step {step}",
+        check=f"meshwright replay RUN --step {step}",
     )
 
 

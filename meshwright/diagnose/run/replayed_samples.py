@@ -21,7 +21,7 @@ def find(history: RunHistory) -> Iterator[Finding]:
     if not len(table):
         return
     yield from find_lost_work(history, table)
-    yield from find_repeated_positions(history, table.survived())
+    yield from find_repeated_positions(table.survived())
 
 
 def find_lost_work(history: RunHistory, table: StepTable) -> Iterator[Finding]:
@@ -65,7 +65,7 @@ def find_lost_work(history: RunHistory, table: StepTable) -> Iterator[Finding]:
             if gone
             else "a failure loses the steps since the newest checkpoint",
         ),
-        check=f"meshwright checkpoint list {history.folder.root}",
+        check="meshwright checkpoint list RUN",
     )
 
 
@@ -75,7 +75,7 @@ def newest_lost_checkpoint(history: RunHistory, before: AttemptHistory, after: A
     return max(steps, default=0)
 
 
-def find_repeated_positions(history: RunHistory, survived: StepTable) -> Iterator[Finding]:
+def find_repeated_positions(survived: StepTable) -> Iterator[Finding]:
     """Positions of the stream that two surviving steps have read. Step k reads the global batch at k times its size, so
     that this happens only where a fork has made the batch smaller.
     """
@@ -100,5 +100,5 @@ def find_repeated_positions(history: RunHistory, survived: StepTable) -> Iterato
         change=Change(
             (f"batch.global = {int(known.samples[0])}",), "a fork with the batch of the run continues its stream"
         ),
-        check=f"meshwright data show {history.folder.root} --step {step}",
+        check=f"meshwright data show RUN --step {step}",
     )
