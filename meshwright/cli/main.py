@@ -25,6 +25,7 @@ from meshwright.cli.prove import prove
 from meshwright.cli.report import report
 from meshwright.cli.runs.metrics import metrics_alerts, metrics_dashboard, metrics_serve
 from meshwright.cli.runs.replay import replay
+from meshwright.cli.runs.watch import watch
 from meshwright.cli.sample import sample
 from meshwright.cli.simulate import simulate
 from meshwright.cli.train import train
@@ -38,6 +39,7 @@ VERBS: dict[str, Verb] = {
     "plan measure": plan_measure,
     "simulate": simulate,
     "prove": prove,
+    "watch": watch,
     "report": report,
     "replay": replay,
     "metrics serve": metrics_serve,

@@ -159,12 +159,9 @@ def read_recovery(history: RunHistory, table: StepTable, now: float) -> Recovery
     step, saved = (newest.step, newest.time) if newest else (0, None)
     rows = table.of_attempt(attempt.number) if attempt else table
     rows = rows.select(rows.step >= step)
-    end = now
-    if attempt and attempt.ended is not None:
-        end = attempt.ended
     return RecoverySignal(
         newest.step if newest else None,
-        max(0.0, end - saved) if saved is not None else None,
+        max(0.0, now - saved) if saved is not None else None,
         max(0, done - step),
         span_seconds(rows) if len(rows) else 0.0,
         max(0, len(history.attempts) - 1),
