@@ -202,7 +202,7 @@ def rank_table(snapshot: RunSnapshot) -> list[RenderableType]:
 
 
 def checkpoint_lines(snapshot: RunSnapshot) -> list[Text]:
-    lines = []
+    lines: list[Text] = []
     for found in reversed(snapshot.history.checkpoints[-MAX_CHECKPOINTS:]):
         words = [f"{found.name} {found.state}"]
         if found.time is not None:
