@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
@@ -17,8 +18,8 @@ from meshwright.errors import MeshwrightError
 from meshwright.history.goodput import goodput
 from meshwright.history.run_history import RunHistory
 from meshwright.history.signals import read_signals
-from meshwright.io import printable, read_json
-from meshwright.observe.metrics.metric import Histogram, Metric, Snapshot
+from meshwright.io import read_json
+from meshwright.observe.metrics.metric import Histogram, Metric, Snapshot, label_text
 from meshwright.observe.metrics.network import read_network_bytes
 from meshwright.observe.metrics.registry import METRICS
 
@@ -42,23 +43,27 @@ def follow(history: RunHistory) -> UpdatedHistory:
     return updated
 
 
-def take_snapshot(history: RunHistory) -> Snapshot:
+def take_snapshot(history: RunHistory, run: str) -> Snapshot:
     """What is known about a run now."""
     now = time.time()
     return Snapshot(
         history,
         read_signals(history, now),
         goodput(history, now),
-        run_name(history),
+        run,
         read_run_id(history),
         time.monotonic(),
         read_network_bytes(),
     )
 
 
-def run_name(history: RunHistory) -> str:
-    """The name of the run folder, without what a label cannot have."""
-    return printable(history.folder.root.name.encode(errors="replace").decode())
+def run_names(folders: Sequence[Path]) -> list[str]:
+    """The names of run folders, with as many of the folders that contain them as make the names different."""
+    for parts in range(1, max(len(folder.parts) for folder in folders) + 1):
+        names = [str(Path(*folder.parts[-parts:])) for folder in folders]
+        if len(set(names)) == len(set(folders)):
+            break
+    return [label_text(name) for name in names]
 
 
 def read_run_id(history: RunHistory) -> str:
@@ -98,7 +103,9 @@ class RunsCollector(Collector):
 
     def _refresh(self) -> None:
         if time.monotonic() - self._read_at > CACHE_SECONDS:
-            self._snapshots = [take_snapshot(updated()) for updated in self._runs]
+            histories = [updated() for updated in self._runs]
+            names = run_names([history.folder.root.absolute() for history in histories])
+            self._snapshots = [take_snapshot(history, name) for history, name in zip(histories, names, strict=True)]
             self._encoded = {}
             self._read_at = time.monotonic()
 

@@ -24,7 +24,7 @@ from meshwright.parent_death import exit_with_parent
 from meshwright.recover.supervisor import warn
 from meshwright.telemetry.run_folder import RunFolder
 
-BIND_SECONDS = 10.0
+BIND_SECONDS = 2.0
 """Seconds in which a port in use may become free: the exporter of an earlier attempt under torchrun may be ending."""
 PUSH_SECONDS = 10.0
 """Seconds between two pushes by OTLP."""

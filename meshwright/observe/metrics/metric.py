@@ -15,6 +15,7 @@ from meshwright.history.goodput import GoodputAccount
 from meshwright.history.run_history import RunHistory
 from meshwright.history.signals import Signals
 from meshwright.history.step_table import StepTable
+from meshwright.io import printable
 
 Kind = Literal["gauge", "counter", "histogram"]
 MAX_RANKS = 64
@@ -25,6 +26,8 @@ AGGREGATES: dict[Kind, dict[str, Callable[[list[float]], float]]] = {
     "counter": {"sum": sum},
 }
 """What stands in place of the number of a rank beyond MAX_RANKS."""
+MAX_LABEL = 128
+"""Characters of a label value."""
 WINDOW = 20
 """Steps over which the gauges of step time are averaged: the newest of the newest attempt."""
 
@@ -51,7 +54,7 @@ class Snapshot:
     signals: Signals
     account: GoodputAccount
     run: str
-    """name of the run folder"""
+    """value of the label `run`"""
     run_id: str
     clock: float
     """this host's monotonic clock"""
@@ -123,17 +126,22 @@ class Metric:
         return self.chart or (of_counter if self.kind == "counter" else f"{self.name}$filter")
 
     def readings(self, snapshot: Snapshot) -> Iterator[tuple[tuple[str, ...], float | Histogram]]:
-        """The label values and values to export, with ranks aggregated if there are too many."""
-        groups: dict[tuple[str, ...], list[float]] = {}
+        """The label values and values to export, each series once, with ranks aggregated if there are too many."""
+        groups: dict[tuple[str, ...], list[float | Histogram]] = {}
         position = self.labels.index("rank") if "rank" in self.labels and len(snapshot.ranks) > MAX_RANKS else None
         for labels, value in self.read(snapshot):
-            if value is None or (not isinstance(value, Histogram) and not isfinite(value)):
-                continue
-            if position is None or isinstance(value, Histogram):
-                yield tuple(map(str, labels)), value
+            if value is not None and (isinstance(value, Histogram) or isfinite(value)):
+                kept = labels if position is None else (*labels[:position], *labels[position + 1 :])
+                groups.setdefault(tuple(label_text(str(label)) for label in kept), []).append(value)
+        for group, values in groups.items():
+            if position is None:
+                yield group, values[0]
             else:
-                others = tuple(map(str, (*labels[:position], *labels[position + 1 :])))
-                groups.setdefault(others, []).append(value)
-        for others, values in groups.items():
-            for name, combine in AGGREGATES[self.kind].items():
-                yield (*others[:position], name, *others[position:]), float(combine(values))
+                numbers = [value for value in values if not isinstance(value, Histogram)]
+                for name, combine in AGGREGATES[self.kind].items():
+                    yield (*group[:position], name, *group[position:]), float(combine(numbers))
+
+
+def label_text(text: str) -> str:
+    """A label value as a scraper accepts it: short printable text that can be encoded."""
+    return printable(text[:MAX_LABEL].replace("\n", " ").encode(errors="replace").decode())

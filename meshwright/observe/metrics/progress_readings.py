@@ -15,14 +15,12 @@ STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.
 """Upper bounds of the buckets of the step time."""
 INFO = ("device", "layout", "shard", "precision", "batch", "torch", "meshwright")
 """Fields of the start record that the info metric has as labels."""
-MAX_LABEL = 64
-"""Characters of a label value that comes from a record."""
 
 
 def info(snapshot: Snapshot) -> Iterator[Reading]:
     attempt = snapshot.history.newest_attempt
     start = attempt.start if attempt is not None else {}
-    yield (snapshot.run_id, *(str(start.get(name, ""))[:MAX_LABEL] for name in INFO)), 1.0
+    yield (snapshot.run_id, *(str(start.get(name, "")) for name in INFO)), 1.0
 
 
 def state(snapshot: Snapshot) -> Iterator[Reading]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from meshwright.history.step_table import WAIT_PHASES
 from meshwright.observe.metrics.metric import Reading, Snapshot, mean
@@ -80,15 +80,21 @@ def buckets(snapshot: Snapshot) -> Iterator[Reading]:
 
 
 def message_bytes(snapshot: Snapshot) -> Iterator[Reading]:
-    for rank, counters in snapshot.history.counters.items():
-        for axis, collective, message, _ in counters.communication:
-            yield (rank, axis, collective), float(message)
+    yield from collective_bytes(snapshot, lambda message, _wire: message)
 
 
 def wire_bytes(snapshot: Snapshot) -> Iterator[Reading]:
+    yield from collective_bytes(snapshot, lambda _message, wire: wire)
+
+
+def collective_bytes(snapshot: Snapshot, choose: Callable[[int, int], int]) -> Iterator[Reading]:
+    """The bytes of every axis and collective; a collective on process groups of several sizes has several rows."""
     for rank, counters in snapshot.history.counters.items():
-        for axis, collective, _, wire in counters.communication:
-            yield (rank, axis, collective), float(wire)
+        sums: Counter[tuple[str, str]] = Counter()
+        for axis, collective, message, wire in counters.communication:
+            sums[axis, collective] += choose(message, wire)
+        for (axis, collective), total in sums.items():
+            yield (rank, axis, collective), float(total)
 
 
 def peak_memory(snapshot: Snapshot) -> Iterator[Reading]:

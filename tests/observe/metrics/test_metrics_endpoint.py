@@ -1,0 +1,116 @@
+"""The endpoint /metrics: formats, caching, and many, slow and hostile clients at once."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+
+import httpx
+import pytest
+from prometheus_client import parser
+from raw_requests import connect, exchange, get
+from recorded_run import record_run
+from starlette.testclient import TestClient
+
+from meshwright.history.run_history import RunHistory
+from meshwright.observe.metrics import collector as collector_module
+from meshwright.observe.metrics.collector import OPENMETRICS, TEXT, RunsCollector
+from meshwright.observe.metrics.endpoint import metrics_application
+from meshwright.observe.watch.http_server import HttpServer
+
+READERS = 200
+
+
+class CountingRun:
+    """A run that counts how often it is read."""
+
+    def __init__(self, folder) -> None:
+        self.history, self.reads = RunHistory(folder), 0
+
+    def __call__(self) -> RunHistory:
+        self.reads += 1
+        self.history.update()
+        return self.history
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return record_run(tmp_path_factory.mktemp("endpoint") / "run")
+
+
+@pytest.mark.parametrize(
+    ("accept", "content_type"),
+    [
+        ("application/openmetrics-text;version=1.0.0,text/plain;version=0.0.4;q=0.5,*/*;q=0.1", OPENMETRICS),
+        ("text/plain", TEXT),
+        ("*/*", TEXT),
+        ("", TEXT),
+        (";;;,,version=abc" * 50, TEXT),
+    ],
+    ids=["Prometheus", "text", "any", "none", "garbage"],
+)
+def test_scraper_gets_the_format_that_it_accepts(folder, accept, content_type):
+    client = TestClient(metrics_application(RunsCollector([CountingRun(folder)])))
+    answer = client.get("/metrics", headers={"accept": accept})
+    assert answer.status_code == 200
+    assert answer.headers["content-type"] == content_type
+    assert answer.text.endswith("# EOF\n") == (content_type == OPENMETRICS)
+    assert client.get("/").status_code == 404
+
+
+def test_scrapes_within_a_second_cost_one_read(folder, monkeypatch):
+    run = CountingRun(folder)
+    collector = RunsCollector([run])
+    assert run.reads == 0
+    first = collector.encode(TEXT)
+    assert collector.encode(TEXT) is first
+    collector.encode(OPENMETRICS)
+    collector.snapshots()
+    assert run.reads == 1
+    monkeypatch.setattr(collector_module, "CACHE_SECONDS", -1.0)
+    collector.encode(TEXT)
+    assert run.reads == 2
+
+
+def test_concurrent_slow_and_hostile_clients_are_served_from_one_read(folder, monkeypatch):
+    monkeypatch.setattr(collector_module, "CACHE_SECONDS", 1e9)
+    run = CountingRun(folder)
+    server = HttpServer(metrics_application(RunsCollector([run])), port=0)
+    server.start()
+    silent = [connect(server.port) for _ in range(100)]
+    try:
+        for number, client in enumerate(silent):  # slow clients: part of a request, or a request without a reader
+            client.sendall(get("/metrics") if number % 2 else b"GET /metrics HTTP/1.1\r\nHost: loc")
+        garbage = threading.Thread(target=send_garbage, args=(server.port,))
+        garbage.start()
+        answers = asyncio.run(scrape_many(f"{server.address}metrics"))
+        garbage.join(60)
+        assert not garbage.is_alive()
+    finally:
+        for client in silent:
+            client.close()
+        server.stop()
+    assert not server.failure
+    assert [answer.status_code for answer in answers] == [200] * READERS
+    assert {answer.content for answer in answers} == {answers[0].content}
+    assert any(family.name == "meshwright_loss" for family in parser.text_string_to_metric_families(answers[0].text))
+    assert run.reads == 1
+
+
+async def scrape_many(address: str) -> list[httpx.Response]:
+    limits = httpx.Limits(max_connections=READERS, max_keepalive_connections=READERS)
+    async with httpx.AsyncClient(limits=limits, timeout=60) as client:
+        return await asyncio.gather(*(client.get(address) for _ in range(READERS)))
+
+
+def send_garbage(port: int) -> None:
+    requests = (
+        b"\0\xff\xfe garbage \r\n\r\n",
+        b"GET /metrics HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Huge: " + b"h" * (1 << 18) + b"\r\n\r\n",
+        get("/metrics", method="POST", headers="Content-Length: 99999999\r\n"),
+        get("/metrics?" + "q" * 4000),
+        get("/metrics").replace(b"127.0.0.1", b"attacker.example"),
+    )
+    for request in requests * 4:
+        status = int(exchange(port, request).split()[1])
+        assert 400 <= status < 500
