@@ -40,7 +40,9 @@ def record_run(path: Path, ranks: int = 2, steps: int = 12) -> RunFolder:
 
 def record_rank(folder: RunFolder, attempt: int, rank: int, ranks: int, steps: int) -> None:
     log = EventLog(folder.events(rank), attempt, rank)
-    log.write("start", steps=100, ranks=ranks, layout=f"replicate {ranks}", device="cpu", precision="fp16", unit="tokens")
+    log.write(
+        "start", steps=100, ranks=ranks, layout=f"replicate {ranks}", device="cpu", precision="fp16", unit="tokens"
+    )
     begin = time.time() - steps * STEP_SECONDS
     for step in range(steps):
         log.write("step", begin=begin + step * STEP_SECONDS, **step_record(step, rank))
@@ -51,9 +53,7 @@ def record_rank(folder: RunFolder, attempt: int, rank: int, ranks: int, steps: i
         log.write("experts", step=10, loads=[[30, 10, 10, 10], [15, 15, 15, 15]], dropped=[3, 0])
         log.write("eval", step=10, loss=2.25, tokens=640)
         name = f"step-00000008.a{attempt:04d}"
-        log.write(
-            "checkpoint", step=8, folder=name, bytes=4096, stall_seconds=0.25, seconds=1.5, skipped=0, deleted=[]
-        )
+        log.write("checkpoint", step=8, folder=name, bytes=4096, stall_seconds=0.25, seconds=1.5, skipped=0, deleted=[])
         (folder.root / "checkpoints" / name).mkdir(parents=True, exist_ok=True)
         (folder.root / "checkpoints" / name / "manifest.json").write_text(json.dumps({}))
         log.write("save_failed", step=10, message="disk full")
