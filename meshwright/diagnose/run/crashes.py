@@ -74,7 +74,7 @@ def describe_crash(history: RunHistory, attempt: AttemptHistory, failed: list[At
         step=incident.step,
         phase=incident.phase,
         evidence=tuple(evidence),
-        change=Change(action=next_move(incident, variant, ranks)),
+        change=Change(action=recommended_action(incident, variant, ranks)),
         check=f"meshwright replay RUN --step {incident.step}" if incident.step is not None else "",
     )
 
@@ -92,7 +92,7 @@ def classify(incident: Incident) -> tuple[str, Confidence]:
     return "deterministic", "low"
 
 
-def next_move(incident: Incident, variant: str, ranks: Counter[int]) -> str:
+def recommended_action(incident: Incident, variant: str, ranks: Counter[int]) -> str:
     if variant == "data-dependent":
         samples = f"samples {format_samples(incident.samples)}" if incident.samples else "the samples of the step"
         return f"look at {samples}: meshwright data show RUN --step {incident.step} --text"
