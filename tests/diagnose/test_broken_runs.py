@@ -86,9 +86,7 @@ def test_first_module_that_is_not_finite_is_named(run):
 def test_falling_loss_scale_is_an_overflow_with_the_scale_that_worked(run):
     scale = [2.0 ** (30 - min(step, 9)) for step in range(30)]
     run.begin()
-    run.steps(
-        0, noisy(30), loss_scale=scale, skipped=[s < 9 for s in range(30)], grad_norm=[None] * 9 + [1.0] * 21
-    )
+    run.steps(0, noisy(30), loss_scale=scale, skipped=[s < 9 for s in range(30)], grad_norm=[None] * 9 + [1.0] * 21)
     run.end()
     (finding,) = numerics.find(run.history())
     assert (finding.variant, finding.step, finding.share) == ("overflow", 0, 0.3)
