@@ -1,0 +1,317 @@
+"""Every cause of slow steps is found in the records that show it, and not in those that nearly do."""
+
+from __future__ import annotations
+
+import pytest
+from synthetic_run import SyntheticRun
+
+from meshwright.diagnose.run.diagnose import diagnose_run, order_findings
+from meshwright.diagnose.finding import Finding
+from meshwright.diagnose.run.step_time import (
+    bubble,
+    checkpoint_stall,
+    communication,
+    data_wait,
+    device_use,
+    expert_loads,
+    memory_thrash,
+    stragglers,
+)
+
+PIPELINE = ("--model.layers=4", "--layout.replicate=1", "--layout.pipeline=2", "--batch.micro=1", "--batch.global=64")
+MIB = 1 << 20
+
+
+@pytest.fixture
+def run(tmp_path):
+    def make(*settings, **options):
+        return SyntheticRun(tmp_path, *settings, **options)
+
+    return make
+
+
+def test_undisturbed_run_is_healthy(run):
+    findings = diagnose_run(run().history())
+    assert [finding.cause for finding in findings] == ["healthy"]
+    assert findings[0].confidence == "high"
+    assert findings[0].check.startswith("meshwright report /")
+
+
+def test_run_with_few_steps_is_not_called_healthy_with_confidence(run):
+    assert [finding.confidence for finding in diagnose_run(run(steps=4).history())] == ["low"]
+
+
+def test_steady_straggler_is_named_with_rank_and_phase(run):
+    job = run("--batch.global=12", ranks=3)
+    job.phases = lambda rank, _step: {"backward": 0.1} if rank == 2 else {"sync": 0.042}
+    (finding,) = stragglers.find(job.history())
+    assert (finding.variant, finding.rank, finding.phase) == ("steady", 2, "backward")
+    assert finding.share == pytest.approx(0.04 / 0.14, rel=0.01)
+
+
+def test_waits_inside_a_phase_are_not_the_ranks_own_time(run):
+    job = run("--layout.shard=parameters")
+    job.phases = lambda _rank, _step: {"backward": 0.1}
+    job.waits = lambda rank, _step: {"backward": 0.04} if rank == 0 else {}
+    (finding,) = stragglers.find(job.history())
+    assert (finding.rank, finding.phase) == (1, "backward")
+
+
+def test_slow_machine_accuses_no_rank(run):
+    job = run()
+    job.phases = lambda rank, step: {"forward": 0.03 if (rank + step) % 2 else 0.08}
+    assert not list(stragglers.find(job.history()))
+
+
+def test_small_difference_between_ranks_is_no_straggler(run):
+    job = run()
+    job.phases = lambda rank, _step: {"forward": 0.03 + 0.006 * rank}
+    assert not list(stragglers.find(job.history()))
+
+
+def test_periodic_stall_is_named_with_its_period(run):
+    job = run(steps=50)
+    job.phases = lambda rank, step: {"update": 0.4} if rank == 1 and step % 7 == 0 else {}
+    (finding,) = stragglers.find(job.history())
+    assert (finding.variant, finding.rank, finding.phase, finding.step) == ("periodic", 1, "update", 7)
+    assert "every 7 steps" in finding.sentence
+
+
+def test_stalls_without_a_period_are_now_and_then(run):
+    job = run(steps=50)
+    job.phases = lambda rank, step: {"forward": 0.5} if rank == 0 and step in (5, 9, 20, 22, 41) else {}
+    (finding,) = stragglers.find(job.history())
+    assert (finding.variant, finding.rank) == ("now and then", 0)
+
+
+@pytest.mark.parametrize("stalls", [{(0, 5), (1, 9), (0, 20), (1, 22), (0, 40), (1, 41)}, {(0, 5), (0, 20)}])
+def test_stalls_of_all_ranks_or_few_of_them_are_noise(run, stalls):
+    job = run(steps=50)
+    job.phases = lambda rank, step: {"forward": 0.3} if (rank, step) in stalls else {}
+    assert not list(stragglers.find(job.history()))
+
+
+def test_slow_pipeline_stage_is_a_straggler_and_not_an_uneven_partition(run):
+    job = run(*PIPELINE)
+    job.phases = lambda rank, _step: {"forward": 0.15} if rank == 1 else {"sync": 0.12}
+    (finding,) = stragglers.find(job.history())
+    assert (finding.variant, finding.rank, finding.phase, finding.axis) == ("slow stage", 1, "forward", "pipeline")
+    assert not [one for one in bubble.find(job.history()) if one.variant == "imbalance"]
+
+
+def test_stage_with_more_blocks_is_an_imbalance_and_not_a_straggler(run):
+    job = run(*PIPELINE, "--model.layers=3")
+    job.phases = lambda rank, _step: {"forward": 0.06, "backward": 0.12} if rank == 0 else {"sync": 0.09}
+    history = job.history()
+    assert not list(stragglers.find(history))
+    finding = next(iter(bubble.find(history)))
+    assert (finding.variant, finding.rank) == ("imbalance", 0)
+    assert finding.change.settings == ("layout.pipeline = 1", "layout.replicate = 2")
+
+
+def test_few_micro_batches_leave_a_bubble(run):
+    job = run(*PIPELINE, "--batch.micro=32")
+    job.phases = lambda _rank, _step: {"sync": 0.045}
+    (finding,) = bubble.find(job.history())
+    assert finding.variant == "fill and drain"
+    assert finding.change.settings == ("batch.micro = 8",)
+    assert finding.share == pytest.approx(1 - (1 - 1 / 3) / (1 - 1 / 9))
+
+
+def test_full_pipeline_with_even_stages_has_no_finding(run):
+    assert not list(bubble.find(run(*PIPELINE).history()))
+
+
+def test_slow_loader_of_all_ranks_is_data_bound(run):
+    job = run()
+    job.phases = lambda _rank, _step: {"fetch": 0.05}
+    (finding,) = data_wait.find(job.history())
+    assert (finding.variant, finding.phase, finding.change.settings) == ("loader", "fetch", ("data.workers = 2",))
+    assert not list(stragglers.find(job.history()))
+
+
+def test_slow_loader_with_workers_gets_more_of_them(run):
+    job = run("--data.workers=2", "--data.worker_kind=process")
+    job.phases = lambda _rank, _step: {"fetch": 0.05}
+    (finding,) = data_wait.find(job.history())
+    assert finding.change.settings == ("data.workers = 4", "data.prefetch = 8")
+
+
+def test_slow_loader_of_one_rank_is_a_straggler(run):
+    job = run()
+    job.phases = lambda rank, _step: {"fetch": 0.05} if rank else {"sync": 0.05}
+    assert not list(data_wait.find(job.history()))
+    (finding,) = stragglers.find(job.history())
+    assert (finding.rank, finding.phase) == (1, "fetch")
+
+
+def ddp(job, buckets, megabytes, sync):
+    job.communication = {"buckets": buckets, "message_bytes": megabytes * MIB}
+    job.phases = lambda _rank, _step: {"sync": sync}
+    return list(communication.find(job.history()))
+
+
+def test_small_buckets(run):
+    (finding,) = ddp(run("--ddp.bucket_cap_mb=0.01"), 200, 4, 0.05)
+    assert (finding.variant, finding.axis, finding.change.settings) == (
+        "small buckets",
+        "replicate",
+        ("ddp.bucket_cap_mb = 1.0",),
+    )
+
+
+def test_one_bucket_starts_late(run):
+    (finding,) = ddp(run("--ddp.bucket_cap_mb=1000"), 1, 64, 0.05)
+    assert (finding.variant, finding.change.settings) == ("late start", ("ddp.bucket_cap_mb = 8.0",))
+
+
+@pytest.mark.parametrize(
+    ("settings", "buckets", "megabytes", "sync"),
+    [
+        ((), 1, 2, 0.02),  # a small model has one bucket, and splitting it does not help
+        ((), 4, 80, 0.02),  # buckets overlap, and the rest is exposed
+        (("--ddp.bucket_cap_mb=1000",), 1, 64, 0.002),  # late, and fast enough
+    ],
+)
+def test_buckets_that_cost_little_are_not_reported(run, settings, buckets, megabytes, sync):
+    assert not ddp(run(*settings), buckets, megabytes, sync)
+
+
+def test_waits_for_a_straggler_are_not_communication(run):
+    job = run("--ddp.bucket_cap_mb=1000")
+    job.communication = {"buckets": 1, "message_bytes": 64 * MIB}
+    job.phases = lambda rank, _step: {"forward": 0.1} if rank else {"sync": 0.072}
+    assert not list(communication.find(job.history()))
+
+
+def test_slow_link_between_hosts(run):
+    job = run()
+    job.start["hosts"] = ["a", "b"]
+    (finding,) = ddp(job, 1, 8, 0.5)
+    assert (finding.variant, finding.axis) == ("slow link", "replicate")
+    assert "from a to b" in finding.sentence
+
+
+def test_low_bandwidth_within_a_host_is_no_slow_link(run):
+    (finding,) = ddp(run(), 1, 8, 0.5)
+    assert finding.variant == "late start"
+
+
+def test_link_is_compared_with_the_prediction_where_there_is_one(run):
+    job = run()
+    job.start["hosts"] = ["a", "b"]
+    job.write_plan(communication=[{"axis": "replicate", "seconds": 0.4}])
+    assert [finding.variant for finding in ddp(job, 1, 8, 0.5)] == ["late start"]
+
+
+def test_synchronous_collectives_of_fsdp_do_not_overlap(run):
+    job = run("--layout.shard=parameters")
+    job.waits = lambda _rank, _step: {"forward": 0.01, "backward": 0.03}
+    job.other_events = [counters("shard", "all_gather", 40 * MIB)]
+    (finding,) = communication.find(job.history())
+    assert (finding.variant, finding.axis, finding.change.settings) == (
+        "no overlap",
+        "shard",
+        ('layout.shard = "none"',),
+    )
+
+
+def test_tensor_parallelism_across_hosts_is_wrongly_placed(run):
+    job = run("--layout.replicate=2", "--layout.tensor=2", ranks=4)
+    job.start["hosts"] = ["a", "b", "a", "b"]
+    job.waits = lambda _rank, _step: {"forward": 0.02, "backward": 0.03}
+    job.other_events = [counters("tensor", "all_gather", 40 * MIB)]
+    (finding,) = communication.find(job.history())
+    assert (finding.variant, finding.axis) == ("wrong placement", "tensor")
+
+
+def counters(axis, collective, wire):
+    row = {"axis": axis, "collective": collective, "calls": 8, "message_bytes": wire, "wire_bytes": wire, "ranks": 2}
+    memory = {"peak": {}, "at_peak": {}, "peak_total": 1, "after": {}}
+    return {"kind": "counters", "step": 1, "communication": [row], "memory": memory}
+
+
+def experts(run, loads, *settings):
+    job = run("--model.experts=4", *settings)
+    job.other_events = [{"kind": "experts", "step": 20, "loads": loads, "dropped": [0] * len(loads)}]
+    return list(expert_loads.find(job.history()))
+
+
+def test_collapsed_routing_is_found_and_precedes_slow_steps(run):
+    (finding,) = experts(run, [[25, 25, 25, 25], [0, 50, 50, 0]])
+    assert (finding.variant, finding.step) == ("collapsed routing", 20)
+    assert "expert 1 of block 1" in finding.sentence
+    slow = Finding("data", "loader", "", 0.9, "high")
+    assert order_findings([slow, finding])[0] is finding
+
+
+def test_skewed_routing_matters_if_ranks_wait_for_it(run):
+    assert not experts(run, [[70, 10, 10, 10]])
+
+
+def test_skewed_routing_under_expert_parallelism(run):
+    (finding,) = experts(run, [[70, 10, 10, 10]], "--layout.expert=2")
+    assert (finding.variant, finding.axis) == ("skewed routing", "expert")
+
+
+def test_even_routing_has_no_finding(run):
+    assert not experts(run, [[30, 20, 28, 22]], "--layout.expert=2")
+
+
+def saves(run, seconds, stall, *settings):
+    job = run("--checkpoint.every=10", *settings)
+    job.outside = lambda _rank, step: {"save": stall} if step and step % 10 == 0 else {}
+    facts = {"bytes": 10_000_000, "stall_seconds": stall, "seconds": seconds}
+    job.other_events = [{"kind": "checkpoint", "step": step, "folder": "x", **facts} for step in (10, 20)]
+    return list(checkpoint_stall.find(job.history()))
+
+
+def test_synchronous_saves_to_a_slow_disk(run):
+    (finding,) = saves(run, 2.0, 2.0, "--checkpoint.mode=sync")
+    assert (finding.variant, finding.change.settings) == ("slow disk", ('checkpoint.mode = "async"',))
+    assert finding.share == pytest.approx(4 / 7, rel=0.01)
+
+
+def test_synchronous_saves_to_a_fast_disk(run):
+    (finding,) = saves(run, 0.5, 0.5, "--checkpoint.mode=sync")
+    assert finding.variant == "synchronous saves"
+
+
+def test_slow_disk_that_nobody_waits_for_is_not_reported(run):
+    assert not saves(run, 2.0, 0.01)
+
+
+@pytest.mark.parametrize(("faults", "found"), [(200, True), (3, False)])
+def test_swapping_is_found_by_major_page_faults(run, faults, found):
+    job = run()
+    job.fields = lambda rank, _step: {"major_faults": faults} if rank == 1 else {}
+    findings = list(memory_thrash.find(job.history()))
+    assert [(finding.variant, finding.rank) for finding in findings] == ([("swapping", 1)] if found else [])
+
+
+@pytest.mark.parametrize(("predicted", "variants"), [(0.02, ["small kernels"]), (0.07, []), (None, [])])
+def test_passes_that_take_longer_than_predicted_under_use_the_device(run, predicted, variants):
+    job = run("--batch.micro=1")
+    if predicted is not None:
+        job.write_plan(seconds=0.1, phases={"forward": predicted / 3, "backward": predicted * 2 / 3})
+    findings = list(device_use.find(job.history()))
+    assert [finding.variant for finding in findings] == variants
+    assert all(finding.change.settings == ("batch.micro = 2",) for finding in findings)
+
+
+def test_broken_precedes_slow_and_share_orders_the_rest():
+    findings = [
+        Finding("data", "", "", 0.5, "low"),
+        Finding("straggler", "", "", 0.3, "high"),
+        Finding("replay", "", "", 0.1, "high"),
+        Finding("hang", "", "", 0.0, "low"),
+    ]
+    assert [one.cause for one in order_findings(findings)] == ["hang", "replay", "straggler", "data"]
+
+
+def test_change_has_a_predicted_step_time(run):
+    job = run()
+    job.phases = lambda _rank, _step: {"fetch": 0.05}
+    change = diagnose_run(job.history())[0].change
+    assert change.predicted_by == "measured share"
+    assert change.predicted_seconds == pytest.approx(0.149 - 0.05, rel=0.02)
