@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from synthetic_run import SyntheticRun
 
-from meshwright.diagnose.run.diagnose import diagnose_run, order_findings
 from meshwright.diagnose.finding import Finding
+from meshwright.diagnose.run.diagnose import diagnose_run, order_findings
 from meshwright.diagnose.run.step_time import (
     bubble,
     checkpoint_stall,

@@ -1,0 +1,208 @@
+"""The verb `diagnose` as functions: the findings of a run, and a trial of the change that the first one proposes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import stat
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshwright.api.python_args import errors_for_python, given_path
+from meshwright.checkpoint.listing import CheckpointEntry, RunLineage, list_published, open_run_store
+from meshwright.config import RunConfig, TrackersConfig, config_from_dict
+from meshwright.diagnose.finding import Finding
+from meshwright.diagnose.run.change_cost import change_settings, changes_numbers
+from meshwright.diagnose.run.diagnose import diagnose_run
+from meshwright.diagnose.run.timed_steps import timed_steps
+from meshwright.errors import ConfigError
+from meshwright.history.run_history import RunHistory
+from meshwright.io import read_json
+from meshwright.launch.scratch_folder import ScratchFolder, remove_stale_folders
+from meshwright.observe.event_viewer import SilentDisplay
+from meshwright.telemetry.run_folder import RunFolder
+
+TRIAL_STEPS = 20
+"""Steps of each side of a trial, beyond those that warm up."""
+WARMUP_STEPS = 3
+"""First steps of an attempt that are not timed: two that do work of their own, and one with counters."""
+CAME_TRUE = 0.5
+"""Share of the predicted gain that a trial must measure for the prediction to have come true."""
+
+
+@dataclass(frozen=True)
+class ChangeTrial:
+    """The change of a finding, run for a few steps in a temporary folder beside the unchanged settings."""
+
+    settings: tuple[str, ...]
+    first_step: int
+    """the step of the checkpoint that both sides start from; 0: their initial state"""
+    steps: int
+    changes_numbers: bool
+    """whether the run itself can only adopt the settings with --fork"""
+    before: float
+    """measured seconds per step with the settings of the run"""
+    predicted: float
+    """predicted seconds per step after the change, on the scale of `before`"""
+    after: float
+    """measured seconds per step after the change"""
+
+    @property
+    def came_true(self) -> bool:
+        return self.before - self.after >= CAME_TRUE * (self.before - self.predicted) > 0
+
+    @property
+    def sentence(self) -> str:
+        verdict = "came true" if self.came_true else "did not come true"
+        return (
+            f"the prediction {verdict}: {self.before * 1e3:.1f} ms per step before, {self.predicted * 1e3:.1f} ms "
+            f"predicted and {self.after * 1e3:.1f} ms measured with {', '.join(self.settings)}"
+        )
+
+
+@dataclass(frozen=True)
+class RunDiagnosis:
+    """What limits or breaks a run, the most important finding first."""
+
+    folder: Path
+    findings: list[Finding]
+    trial: ChangeTrial | None = field(default=None)
+
+    def to_json(self) -> dict[str, Any]:
+        trial = None
+        if self.trial is not None:
+            trial = asdict(self.trial) | {"came_true": self.trial.came_true}
+        return {"run": str(self.folder), "findings": [one.to_json() for one in self.findings], "trial": trial}
+
+
+def diagnose(run: str | Path) -> RunDiagnosis:
+    """Diagnoses a run that is running, finished or failed, from its folder.
+
+    Args:
+        run: run folder; it is only read.
+
+    Returns:
+        RunDiagnosis: the findings, the most important first; a single finding `healthy` if there is no problem.
+
+    Raises:
+        ConfigError: the folder is not a run folder.
+    """
+    with errors_for_python():
+        folder = RunFolder(given_path(run, "run"))
+        return RunDiagnosis(folder.root, diagnose_run(RunHistory(folder)))
+
+
+def try_first_finding(
+    run: str | Path, entry_points: Mapping[str, str], *, steps: int = TRIAL_STEPS, fork: bool = False
+) -> RunDiagnosis:
+    """Diagnoses a run, and runs the change of its first finding for a few steps from the newest checkpoint.
+
+    Both the settings of the run and the changed ones run in a temporary folder; the run folder is only read.
+    """
+    with errors_for_python():
+        folder = RunFolder(given_path(run, "run"))
+        history = RunHistory(folder)
+        findings = diagnose_run(history)
+        return RunDiagnosis(folder.root, findings, run_trial(history, findings[0], entry_points, steps, fork))
+
+
+def run_trial(history: RunHistory, finding: Finding, entry_points: Mapping[str, str], steps: int, fork: bool) -> ChangeTrial:
+    folder, measured = history.folder, timed_steps(history)
+    if measured is None or finding.change.predicted_seconds is None:
+        raise ConfigError(
+            f"the first finding of {folder.root} ({finding.cause}) proposes no settings to try",
+            f"try {finding.change.action or 'meshwright diagnose without --try'}",
+        )
+    if history.is_alive:
+        raise ConfigError(
+            f"{folder.root} is running, and would disturb the measurement", "try it when the run has ended"
+        )
+    if len(set(measured.hosts)) > 1:
+        raise ConfigError(f"{folder.root} ran on several hosts", "try the settings in a run of their own there")
+    config = config_from_dict(history.config)
+    changed = change_settings(config, finding.change.settings)
+    numbers = changes_numbers(config, changed)
+    if numbers and not fork:
+        raise ConfigError(
+            f"{', '.join(finding.change.settings)} changes the numbers of the run",
+            "try --fork to measure it nevertheless, on a timeline of its own",
+        )
+    saves = finding.cause == "checkpoint"
+    checkpoint = newest_checkpoint(folder)
+    first = checkpoint.step if checkpoint is not None else 0
+    before, after = (
+        run_side(trial_config(side, first + steps + WARMUP_STEPS, saves), folder, checkpoint, entry_points, saves)
+        for side in (config, changed)
+    )
+    ratio = 1 - finding.share if saves else finding.change.predicted_seconds / measured.duration
+    return ChangeTrial(finding.change.settings, first, steps, numbers, before, before * ratio, after)
+
+
+def newest_checkpoint(folder: RunFolder) -> CheckpointEntry | None:
+    """The newest checkpoint of the run, or None if it has none."""
+    try:
+        lineage = RunLineage.from_identity(read_json(folder.identity_file))
+    except (LookupError, TypeError, ValueError, AttributeError):
+        raise ConfigError(f"{folder.identity_file} is not a valid identity record", "try another run folder") from None
+    return next(iter(list_published(open_run_store(folder), lineage)), None)
+
+
+def trial_config(config: RunConfig, steps: int, saves: bool) -> RunConfig:
+    """The settings of one side: nothing but training, and saves if they are what is measured."""
+    return replace(
+        config,
+        steps=steps,
+        trackers=TrackersConfig(),
+        eval=replace(config.eval, every=0),
+        launch=replace(config.launch, restarts=0),
+        checkpoint=config.checkpoint if saves else replace(config.checkpoint, mode="off"),
+    )
+
+
+def run_side(
+    config: RunConfig,
+    run: RunFolder,
+    checkpoint: CheckpointEntry | None,
+    entry_points: Mapping[str, str],
+    with_saves: bool,
+) -> float:
+    """Trains one side in a temporary folder, and returns its seconds per step, with the time between steps if saves
+    are measured.
+    """
+    from meshwright.api.training import train_with_fork_server
+
+    remove_stale_folders()
+    scratch = ScratchFolder()
+    try:
+        folder = RunFolder(scratch.path / "run")
+        if checkpoint is not None:
+            link_checkpoint(run, folder, checkpoint)
+        silent = lambda _attempt: SilentDisplay()  # noqa: E731
+        train_with_fork_server(config, folder.root, silent, entry_points, fork=checkpoint is not None, accept_code=True)
+        history = RunHistory(folder)
+        if with_saves:
+            table = history.steps()
+            return float(np.mean(np.diff(table.begin[WARMUP_STEPS:])))
+        steps = timed_steps(history)
+        if steps is None:
+            raise ConfigError(f"{config.steps} steps are too few to measure", "try more steps")
+        return steps.duration
+    finally:
+        scratch.remove()
+
+
+def link_checkpoint(run: RunFolder, folder: RunFolder, checkpoint: CheckpointEntry) -> None:
+    """Links the files of a checkpoint into a run folder that does not exist yet, beside a copy of the identity."""
+    source, target = run.root / checkpoint.folder, folder.root / checkpoint.folder
+    target.mkdir(parents=True)
+    shutil.copyfile(run.identity_file, folder.identity_file)
+    for file in source.iterdir():
+        if stat.S_ISREG(file.lstat().st_mode):
+            try:
+                os.link(file, target / file.name)
+            except OSError:  # another file system
+                shutil.copyfile(file, target / file.name)
