@@ -110,7 +110,9 @@ def try_first_finding(
         return RunDiagnosis(folder.root, findings, run_trial(history, findings[0], entry_points, steps, fork))
 
 
-def run_trial(history: RunHistory, finding: Finding, entry_points: Mapping[str, str], steps: int, fork: bool) -> ChangeTrial:
+def run_trial(
+    history: RunHistory, finding: Finding, entry_points: Mapping[str, str], steps: int, fork: bool
+) -> ChangeTrial:
     folder, measured = history.folder, timed_steps(history)
     if measured is None or finding.change.predicted_seconds is None:
         raise ConfigError(
