@@ -1,0 +1,170 @@
+"""Where the time of a rank goes: compute, communication, overlap, memory copies, and idle time by its cause."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import numpy as np
+
+from meshwright.diagnose.trace.activities import LOADER, Activities, measured_activities
+from meshwright.diagnose.trace.event_table import Floats
+from meshwright.diagnose.trace.intervals import Intervals
+from meshwright.diagnose.trace.rank_trace import RankTrace
+
+ALLOCATION = r"^(?:cuda|hip)(?:Malloc|Free|HostAlloc|HostFree|Host(?:Malloc|Register))|^cuMem(?:Create|Map|Unmap|Alloc|Free)"
+SYNCHRONIZATION = r"^(?:cuda|cu|hip)(?:Stream|Device|Event|Ctx)Synchronize|^aten::(?:item|_local_scalar_dense)"
+MAX_BURST_GAP = 2000.0
+"""Microseconds between two collectives that may belong to one burst."""
+
+IDLE_CAUSES = {
+    "loader": "the host waits for samples",
+    "allocation": "the host allocates or frees memory of the device",
+    "collective issue": "the host issues collectives one after the other, and little is computed between them",
+    "synchronization": "the host has waited for the device, and launches anew",
+    "launch": "the host launches the next activity too late",
+    "dependency": "the next activity is launched, and waits for another one",
+}
+"""Why a device is idle; every idle interval has the first cause that fits."""
+
+
+@dataclass(frozen=True)
+class Breakdown:
+    """The time of one rank over the measured steps, or over one step, in seconds.
+
+    `seconds` = `compute` + `exposed` + `memory` + `idle`. Definitions are those of HolisticTraceAnalysis: overlapping
+    intervals are merged, and time lasts from the start of the first activity to the end of the last.
+    """
+
+    seconds: float
+    compute: float
+    communication: float
+    """all communication, overlapped or not"""
+    overlapped: float
+    """communication during which the rank computes"""
+    exposed: float
+    """communication during which the rank does not compute"""
+    memory: float
+    """copies and fills during which there is neither compute nor communication"""
+    idle: float
+    idle_causes: dict[str, float] = field(default_factory=dict)
+    """cause of IDLE_CAUSES -> seconds; they add up to `idle`"""
+
+    def share(self, seconds: float) -> float:
+        return seconds / self.seconds if self.seconds > 0 else 0.0
+
+    @property
+    def overlap(self) -> float:
+        """The fraction of communication that is overlapped by compute."""
+        return self.overlapped / self.communication if self.communication > 0 else 0.0
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass
+class RankTimeline:
+    """The intervals of one rank from which breakdowns and findings are computed."""
+
+    trace: RankTrace
+    activities: Activities
+    compute: Intervals
+    communication: Intervals
+    memory: Intervals
+    busy: Intervals
+    idle: dict[str, Intervals]
+    steps: dict[int, tuple[float, float]]
+    """number of a step -> the times between which its activities run"""
+
+    @property
+    def window(self) -> tuple[float, float]:
+        return (float(self.busy.start[0]), float(self.busy.end[-1])) if len(self.busy) else (0.0, 0.0)
+
+    def breakdown(self, low: float, high: float) -> Breakdown:
+        """The breakdown of the time between two times."""
+        compute, communication, memory, busy = (
+            intervals.clip(low, high) for intervals in (self.compute, self.communication, self.memory, self.busy)
+        )
+        exposed = communication - compute
+        idle = {cause: intervals.clip(low, high).total for cause, intervals in self.idle.items()}
+        microseconds = (
+            high - low,
+            compute.total,
+            communication.total,
+            communication.total - exposed.total,
+            exposed.total,
+            (memory - (compute | communication)).total,
+            high - low - busy.total,
+        )
+        return Breakdown(*(value / 1e6 for value in microseconds), {cause: us / 1e6 for cause, us in idle.items()})
+
+
+def make_timeline(trace: RankTrace) -> RankTimeline:
+    """Divides the time of a rank."""
+    activities = measured_activities(trace)
+    everything = np.ones(len(activities.rows), bool)
+    busy = activities.intervals(everything)
+    communication = activities.intervals(activities.is_communication)
+    compute = activities.intervals(activities.is_compute)
+    return RankTimeline(
+        trace,
+        activities,
+        compute,
+        communication,
+        activities.intervals(activities.is_memory),
+        busy,
+        idle_by_cause(trace, activities, busy, compute, communication),
+        step_windows(trace, activities),
+    )
+
+
+def idle_by_cause(
+    trace: RankTrace, activities: Activities, busy: Intervals, compute: Intervals, communication: Intervals
+) -> dict[str, Intervals]:
+    """Divides the idle time of a rank by its cause."""
+    if not len(busy):
+        return {cause: busy for cause in IDLE_CAUSES}
+    remaining = busy.gaps(float(busy.start[0]), float(busy.end[-1]))
+    causes: dict[str, Intervals] = {}
+    causes["loader"] = remaining & trace.host(LOADER)
+    remaining = remaining - causes["loader"]
+    causes["allocation"] = remaining & trace.host(ALLOCATION)
+    remaining = remaining - causes["allocation"]
+    causes["collective issue"] = remaining & collective_bursts(communication, compute)
+    remaining = remaining - causes["collective issue"]
+    # The activity that ends an idle interval tells whether the host was late.
+    following = np.minimum(np.searchsorted(activities.start, remaining.end), len(activities.rows) - 1)
+    is_late = ~(activities.launch[following] <= remaining.start)  # also if the launch is not known
+    after_wait = is_late & trace.host(SYNCHRONIZATION).contains(remaining.start)
+    causes["synchronization"] = remaining.select(after_wait)
+    causes["launch"] = remaining.select(is_late & ~after_wait)
+    causes["dependency"] = remaining.select(~is_late)
+    return causes
+
+
+def collective_bursts(communication: Intervals, compute: Intervals) -> Intervals:
+    """The times between collectives that follow one another shortly, with more idle time than compute between them."""
+    between = Intervals(communication.end[:-1], communication.start[1:])
+    length = between.end - between.start
+    return between.select((length < MAX_BURST_GAP) & (between.overlap_with(compute) < length / 2))
+
+
+def step_windows(trace: RankTrace, activities: Activities) -> dict[int, tuple[float, float]]:
+    """The times of each measured step: from its first activity to the first of the following step.
+
+    An activity belongs to the step during which the host launched it. The last step is left out if there are several.
+    """
+    numbers, steps = trace.steps()
+    if not len(steps) or not len(activities.rows):
+        return {}
+    launch = activities.start if np.isnan(activities.launch).all() else activities.launch
+    step = np.searchsorted(steps.start, launch, side="right") - 1
+    starts = {int(number): first_start(activities.start[step == index]) for index, number in enumerate(numbers)}
+    known = [(number, start) for number, start in starts.items() if start is not None]
+    end = float(activities.end.max())
+    following = [start for _, start in known[1:]] + [end]
+    return {number: (start, stop) for (number, start), stop in zip(known, following, strict=True) if stop > start}
+
+
+def first_start(starts: Floats) -> float | None:
+    return float(starts.min()) if len(starts) else None

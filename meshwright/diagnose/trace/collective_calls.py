@@ -1,0 +1,113 @@
+"""The collectives of one rank: kind, message size, process group, and the part of their time that is exposed."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from meshwright.diagnose.trace.breakdown import RankTimeline
+from meshwright.diagnose.trace.collective_args import CollectiveArgs
+from meshwright.diagnose.trace.event_table import EventTable, Floats, Kind, Mask
+from meshwright.diagnose.trace.intervals import Intervals
+
+COLLECTIVES = {
+    "all-reduce": r"all_?reduce|cross_device_reduce",
+    "reduce-scatter": r"reduce_?scatter",
+    "all-gather": r"all_?gather|allgather",
+    "all-to-all": r"all_?to_?all|alltoall|dispatch|combine",
+    "send/recv": r"send|recv|coalesced|p2p",
+    "broadcast": r"broadcast|bcast",
+    "barrier": r"barrier",
+    "reduce": r"reduce",
+}
+"""Kind of a collective -> pattern in the name of a kernel, an annotation or its metadata; the first that fits counts."""
+UNKNOWN = "collective"
+NO_ARGS = CollectiveArgs()
+
+
+@dataclass(frozen=True)
+class CollectiveCalls:
+    """The collectives of a rank in the order of their starts. Times are in microseconds."""
+
+    kind: list[str]
+    group: list[str]
+    """name of the process group, or an empty string"""
+    axis: list[str]
+    """description of the process group, or an empty string"""
+    sequence: list[int]
+    message_bytes: Floats
+    """zero if it is not known"""
+    largest_split: Floats
+    """the largest part that an all-to-all sends to one rank, as a multiple of an equal part; zero if it is not known"""
+    start: Floats
+    end: Floats
+    exposed: Floats
+    """time of each collective during which the rank does not compute"""
+
+    def __len__(self) -> int:
+        return len(self.start)
+
+    def of_kind(self, *kinds: str) -> Mask:
+        return np.fromiter((kind in kinds for kind in self.kind), bool, len(self))
+
+    @property
+    def duration(self) -> Floats:
+        return self.end - self.start
+
+
+def collective_calls(timeline: RankTimeline) -> CollectiveCalls:
+    """Lists the collectives of a rank. A kernel without metadata has the arguments of the annotation that launched it."""
+    events, activities = timeline.trace.events, timeline.activities
+    chosen = activities.is_communication
+    rows, start, end = activities.rows[chosen], activities.start[chosen], activities.end[chosen]
+    annotation = launching_annotations(events, activities.launch[chosen]) if activities.on_device else rows
+    kinds = [collective_kind(name) for name in events.names]
+    args = [merge(events.collectives.get(int(row)), events.collectives.get(int(by))) for row, by in zip(rows, annotation, strict=True)]
+    kind = [
+        collective_kind(known.collective) if known.collective
+        else kinds[events.name[by]] if by >= 0 and kinds[events.name[by]] != UNKNOWN
+        else kinds[events.name[row]]
+        for row, by, known in zip(rows, annotation, args, strict=True)
+    ]  # fmt: skip
+    overlapped = Intervals(start, end).overlap_with(timeline.compute)
+    splits = [max(known.splits) * len(known.splits) / sum(known.splits) if sum(known.splits) > 0 else 0.0 for known in args]
+    return CollectiveCalls(
+        kind,
+        [known.group for known in args],
+        [axis_of(known) for known in args],
+        [known.sequence for known in args],
+        np.array([known.message_bytes for known in args], np.float64),
+        np.array(splits, np.float64),
+        start,
+        end,
+        (end - start) - overlapped,
+    )
+
+
+def launching_annotations(events: EventTable, launch: Floats) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """The row of the annotation or operator of a collective during which each kernel was launched, or -1."""
+    rows = np.flatnonzero(events.named(r"^(?:nccl|rccl|mscclpp):|^record_param_comms") & (events.kind >= Kind.ANNOTATION))
+    if not len(rows):
+        return np.full(len(launch), -1)
+    rows = rows[np.argsort(events.start[rows], kind="stable")]
+    position = np.searchsorted(events.start[rows], launch, side="right") - 1
+    found = rows[np.maximum(position, 0)]
+    return np.where((position >= 0) & (launch < events.end[found]), found, -1)
+
+
+def merge(own: CollectiveArgs | None, other: CollectiveArgs | None) -> CollectiveArgs:
+    return own if own is not None and (own.message_bytes or own.collective) else other or NO_ARGS
+
+
+def collective_kind(name: str) -> str:
+    """The kind of collective that a name describes."""
+    text = name.lower()
+    return next((kind for kind, pattern in COLLECTIVES.items() if re.search(pattern, text)), UNKNOWN)
+
+
+def axis_of(args: CollectiveArgs) -> str:
+    """What a process group is called by the program: `mesh_shard` is the mesh dimension shard."""
+    return "" if args.description in ("", "undefined", "default_pg") else args.description.removeprefix("mesh_")

@@ -1,0 +1,128 @@
+"""Communication of one rank that is exposed: which collective, and why nothing overlaps it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from meshwright.diagnose.finding import Change, Finding, MeasuredFigure
+from meshwright.diagnose.trace.breakdown import Breakdown, RankTimeline
+from meshwright.diagnose.trace.collective_calls import CollectiveCalls
+from meshwright.diagnose.trace.rank_findings import CHECK, MIN_SHARE, confidence, settings_of
+from meshwright.io import format_bytes, format_seconds
+
+MANY = 32
+"""Collectives of one kind per step above which small ones are worth joining."""
+SMALL_BYTES, SMALL_MICROSECONDS = 1 << 20, 200.0
+"""A collective below these sizes is bound by latency; the duration counts if the size is not recorded."""
+LITTLE_OVERLAP = 0.1
+LATE_START = 0.9
+"""Share of a step's compute before the first collective above which it starts late."""
+
+CHANGES = {
+    "not bucketed": "join gradients into buckets that are reduced while backward runs: "
+    "DistributedDataParallel(bucket_cap_mb=25) instead of one all-reduce per parameter after backward",
+    "small buckets": "larger buckets: DistributedDataParallel(bucket_cap_mb=25), or larger FSDP units",
+    "one bucket": "several buckets, the first of which is reduced while backward goes on: "
+    "DistributedDataParallel(bucket_cap_mb=25)",
+    "late start": "start collectives during backward: reduce gradients with DistributedDataParallel or FSDP2, "
+    "and prefetch parameters (set_modules_to_backward_prefetch)",
+    "no overlap": "start collectives earlier and wait for them later (async_op=True, prefetching of FSDP2), "
+    "on a stream of their own",
+    "partial overlap": "a faster link, fewer bytes (bfloat16 gradients, fewer FSDP all-gathers), or more compute per "
+    "collective (larger micro-batches, gradient accumulation with no_sync)",
+}
+"""Variant -> what to change in any trainer."""
+SETTINGS = {
+    "not bucketed": "ddp.bucket_cap_mb = 25",
+    "small buckets": "ddp.bucket_cap_mb = 25",
+    "one bucket": "ddp.bucket_cap_mb = 25",
+    "late start": "fsdp.prefetch = 2",
+    "no overlap": "fsdp.prefetch = 2",
+    "partial overlap": "micro_batches = 2",
+}
+
+
+def find_communication(timeline: RankTimeline, breakdown: Breakdown, calls: CollectiveCalls) -> Iterator[Finding]:
+    """Names the collective with the most exposed time, apart from send and receive, which belong to pipelines."""
+    issue = breakdown.idle_causes.get("collective issue", 0.0)
+    point_to_point = float(calls.exposed[calls.of_kind("send/recv")].sum()) / 1e6
+    share = breakdown.share(max(0.0, breakdown.exposed - point_to_point) + issue)
+    kinds = [kind for kind in dict.fromkeys(calls.kind) if kind != "send/recv"]
+    if share < MIN_SHARE or not kinds:
+        return
+    kind = max(kinds, key=lambda kind: calls.exposed[calls.of_kind(kind)].sum())
+    chosen = calls.of_kind(kind)
+    steps = max(1, len(timeline.steps))
+    variant = explain(timeline, breakdown, calls, kind, int(chosen.sum()) / steps)
+    axis = next((axis for axis, is_chosen in zip(calls.axis, chosen, strict=True) if is_chosen and axis), "")
+    evidence = [
+        MeasuredFigure(f"{kind} calls per step", float(chosen.sum()) / steps, "count"),
+        MeasuredFigure(f"median {kind}", float(np.median(calls.duration[chosen])) / 1e6, "s"),
+        MeasuredFigure("exposed communication per step", breakdown.exposed / steps, "s", breakdown.seconds / steps, "step time"),
+        MeasuredFigure("overlapped by compute", breakdown.overlap, "share"),
+    ]  # fmt: skip
+    sizes = calls.message_bytes[chosen & (calls.message_bytes > 0)]
+    if len(sizes):
+        evidence.insert(1, MeasuredFigure(f"median message of {kind}", float(np.median(sizes)), "B"))
+        timed = chosen & (calls.message_bytes > 0) & (calls.duration > 0)
+        rate = calls.message_bytes[timed].sum() / max(calls.duration[timed].sum(), 1e-9) * 1e6
+        evidence.append(MeasuredFigure(f"message bytes per second of {kind}", float(rate), "B/s"))
+    if issue:
+        evidence.append(MeasuredFigure("idle between collectives that are issued one by one, per step", issue / steps, "s"))
+    yield Finding(
+        "communication",
+        variant,
+        sentence(kind, variant, share, breakdown.overlap, calls, chosen, steps, axis),
+        share,
+        confidence(share),
+        axis=axis,
+        phase="backward" if kind in ("all-reduce", "reduce-scatter") else "",
+        evidence=tuple(evidence),
+        change=Change(settings_of(timeline.trace.header, SETTINGS[variant]), CHANGES[variant]),
+        check=CHECK,
+    )
+
+
+def explain(timeline: RankTimeline, breakdown: Breakdown, calls: CollectiveCalls, kind: str, per_step: float) -> str:
+    """Tells why the collectives of a kind are exposed."""
+    chosen = calls.of_kind(kind)
+    sizes = calls.message_bytes[chosen & (calls.message_bytes > 0)]
+    if len(sizes):
+        is_small = np.median(sizes) < SMALL_BYTES
+    else:
+        is_small = np.median(calls.duration[chosen]) < SMALL_MICROSECONDS
+    duration, exposed = calls.duration[chosen].sum(), calls.exposed[chosen].sum()
+    overlap = 1 - exposed / duration if duration else 0.0
+    if per_step >= MANY and is_small:
+        return "not bucketed" if overlap < LITTLE_OVERLAP else "small buckets"
+    if overlap >= LITTLE_OVERLAP:
+        return "partial overlap"
+    if kind == "all-reduce" and per_step <= 2 and not is_small:
+        return "one bucket"
+    before = [
+        timeline.compute.clip(low, float(starts.min())).total / max(timeline.compute.clip(low, high).total, 1e-9)
+        for low, high in timeline.steps.values()
+        if len(starts := calls.start[chosen & (calls.start >= low) & (calls.start < high)])
+    ]
+    return "late start" if before and np.median(before) > LATE_START else "no overlap"
+
+
+def sentence(kind: str, variant: str, share: float, overlap: float, calls: CollectiveCalls, chosen: np.ndarray, steps: int, axis: str) -> str:  # type: ignore[type-arg]
+    """The verdict in one sentence."""
+    count = f"{chosen.sum() / steps:,.0f}"
+    sizes = calls.message_bytes[chosen & (calls.message_bytes > 0)]
+    size = f" of {format_bytes(float(np.median(sizes)))}" if len(sizes) else ""
+    median = format_seconds(float(np.median(calls.duration[chosen])) / 1e6)
+    where = f" on axis {axis}" if axis else ""
+    subject = f"{count} {kind} calls{size} per step (median {median}){where}"
+    reason = {
+        "not bucketed": "are issued one by one, in no bucket, and nothing overlaps them",
+        "small buckets": "are too small: latency dominates",
+        "one bucket": "reduce all gradients in one bucket, which can start only when backward ends",
+        "late start": "start when nearly all compute of the step is done",
+        "no overlap": "run while nothing is computed",
+        "partial overlap": f"take longer than the compute beside them: {overlap:.0%} of communication is overlapped",
+    }[variant]
+    return f"Communication takes {share:.0%} of the time: {subject} {reason}."

@@ -1,0 +1,141 @@
+"""Diagnoses the profiler traces of any program: one rank or many, with or without a device."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from meshwright.diagnose.finding import Finding
+from meshwright.diagnose.trace.breakdown import Breakdown, make_timeline
+from meshwright.diagnose.trace.collective_calls import collective_calls
+from meshwright.diagnose.trace.communication_findings import find_communication
+from meshwright.diagnose.trace.group_findings import RankSummary, find_between_ranks
+from meshwright.diagnose.trace.rank_findings import CHECK, find_data, find_device, find_memory
+from meshwright.diagnose.trace.rank_trace import RankTrace, read_rank_trace
+
+CONFIDENCE_WEIGHTS = {"high": 1.0, "medium": 0.7, "low": 0.4}
+"""What a share counts when findings are put in order."""
+
+
+@dataclass(frozen=True)
+class RankDiagnosis:
+    """The breakdown of one rank."""
+
+    rank: int
+    path: Path
+    device: str
+    """name of the device, or "host" if the trace has no device"""
+    breakdown: Breakdown
+    steps: dict[int, Breakdown]
+    """step -> its breakdown"""
+    notes: tuple[str, ...] = ()
+    """what is missing from the trace"""
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "rank": self.rank,
+            "trace": str(self.path),
+            "device": self.device,
+            "breakdown": self.breakdown.to_json(),
+            "steps": {str(step): breakdown.to_json() for step, breakdown in self.steps.items()},
+            "notes": list(self.notes),
+        }
+
+
+@dataclass(frozen=True)
+class TraceDiagnosis:
+    """The findings in all traces, best first, and the breakdown of each rank."""
+
+    findings: list[Finding]
+    ranks: list[RankDiagnosis] = field(default_factory=list)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "findings": [finding.to_json() for finding in self.findings],
+            "ranks": [rank.to_json() for rank in self.ranks],
+        }
+
+
+def diagnose_traces(paths: Sequence[Path]) -> TraceDiagnosis:
+    """Reads one trace per rank and names what limits the program. The events of a trace are released before the next."""
+    ranks: list[RankDiagnosis] = []
+    summaries: list[RankSummary] = []
+    findings: list[Finding] = []
+    for number, path in enumerate(paths):
+        trace = read_rank_trace(path)
+        stated = trace.rank
+        taken = {summary.rank for summary in summaries}
+        rank = stated if stated is not None and stated not in taken else free_rank(number, taken)
+        diagnosis, summary, found = diagnose_rank(trace, rank)
+        ranks.append(diagnosis)
+        summaries.append(summary)
+        findings += found
+    between = list(find_between_ranks(summaries))
+    merged = merge_ranks(findings, len(paths))
+    if any(finding.cause == "straggler" for finding in between):  # waiting for a slow rank is not slow communication
+        merged = [finding for finding in merged if finding.cause != "communication"]
+    ordered = sorted([*merged, *between], key=lambda found: -found.share * CONFIDENCE_WEIGHTS[found.confidence])
+    return TraceDiagnosis(ordered or [healthy(ranks)], sorted(ranks, key=lambda rank: rank.rank))
+
+
+def free_rank(number: int, taken: set[int]) -> int:
+    return number if number not in taken else max(taken) + 1
+
+
+def diagnose_rank(trace: RankTrace, rank: int) -> tuple[RankDiagnosis, RankSummary, list[Finding]]:
+    """Diagnoses the trace of one rank."""
+    timeline = make_timeline(trace)
+    breakdown = timeline.breakdown(*timeline.window)
+    steps = {number: timeline.breakdown(*window) for number, window in timeline.steps.items()}
+    calls = collective_calls(timeline)
+    findings = [
+        *find_data(timeline, breakdown),
+        *find_communication(timeline, breakdown, calls),
+        *find_device(timeline, breakdown),
+        *find_memory(timeline, breakdown),
+    ]
+    starts = np.array([low for low, _ in timeline.steps.values()])
+    summary = RankSummary(rank, breakdown, steps, starts, calls, timeline.compute, trace.header)
+    diagnosis = RankDiagnosis(rank, trace.path, device_name(trace), breakdown, steps, tuple(trace.notes))
+    return diagnosis, summary, [replace(finding, rank=rank) for finding in findings]
+
+
+def device_name(trace: RankTrace) -> str:
+    """The name of the device that the trace is of."""
+    if not trace.has_device:
+        return "host"
+    devices = trace.header.get("deviceProperties")
+    first = devices[0] if isinstance(devices, list) and devices else {}
+    name = first.get("name") if isinstance(first, dict) else None
+    return name[:64] if isinstance(name, str) else "device"
+
+
+def merge_ranks(findings: list[Finding], ranks: int) -> list[Finding]:
+    """Keeps one finding per cause and variant: that of the rank with the largest share."""
+    best: dict[tuple[str, str], Finding] = {}
+    counts: dict[tuple[str, str], int] = {}
+    for finding in findings:
+        key = finding.cause, finding.variant
+        counts[key] = counts.get(key, 0) + 1
+        if key not in best or finding.share > best[key].share:
+            best[key] = finding
+    return [
+        finding if counts[key] < ranks or ranks == 1 else replace(finding, sentence=f"On all ranks: {finding.sentence}")
+        for key, finding in best.items()
+    ]
+
+
+def healthy(ranks: list[RankDiagnosis]) -> Finding:
+    compute = float(np.mean([rank.breakdown.share(rank.breakdown.compute) for rank in ranks]))
+    return Finding(
+        "healthy",
+        "",
+        f"The ranks compute for {compute:.0%} of the time, and nothing else takes more than 3 % of it.",
+        0.0,
+        "high",
+        check=CHECK,
+    )
