@@ -23,6 +23,7 @@ from meshwright.cli.evaluate import evaluate
 from meshwright.cli.plan import plan, plan_measure, plan_schedule
 from meshwright.cli.prove import prove
 from meshwright.cli.report import report
+from meshwright.cli.runs.diagnose import diagnose
 from meshwright.cli.runs.metrics import metrics_alerts, metrics_dashboard, metrics_serve
 from meshwright.cli.runs.replay import replay
 from meshwright.cli.runs.watch import watch
@@ -41,6 +42,7 @@ VERBS: dict[str, Verb] = {
     "prove": prove,
     "watch": watch,
     "report": report,
+    "diagnose": diagnose,
     "replay": replay,
     "metrics serve": metrics_serve,
     "metrics dashboard": metrics_dashboard,

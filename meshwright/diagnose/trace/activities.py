@@ -48,15 +48,22 @@ class Activities:
         return Intervals.union(self.start[mask], self.end[mask])
 
     def select(self, mask: Mask) -> Activities:
-        columns = (self.rows, self.start, self.end, self.launch, self.is_communication, self.is_memory)
-        return Activities(*(column[mask] for column in columns), self.on_device)  # type: ignore[arg-type]
+        return Activities(
+            self.rows[mask],
+            self.start[mask],
+            self.end[mask],
+            self.launch[mask],
+            self.is_communication[mask],
+            self.is_memory[mask],
+            self.on_device,
+        )
 
 
 def measured_activities(trace: RankTrace) -> Activities:
     """The activities of the complete steps of a trace.
 
-    The last step is left out if there are several, as in HolisticTraceAnalysis: the profiler stops in it. What counts is
-    when the host launched an activity. One that was launched before the trace began is left out as well.
+    The last step is left out if there are several, as in HolisticTraceAnalysis: the profiler stops in it. The time at
+    which the host launched an activity counts. One that was launched before the trace began is left out as well.
     """
     activities = device_activities(trace) if trace.has_device else host_activities(trace)
     _, steps = trace.steps()
@@ -87,7 +94,7 @@ def device_activities(trace: RankTrace) -> Activities:
 def is_communication_kernel(events: EventTable, rows: np.ndarray[Any, np.dtype[np.int64]]) -> Mask:
     """Whether a device activity is communication: by its metadata, its name, or the stream that it runs on."""
     is_kernel = events.kind[rows] == Kind.KERNEL
-    found = events.named(COMMUNICATION_NAMES)[rows] & is_kernel
+    found: Mask = events.named(COMMUNICATION_NAMES)[rows] & is_kernel
     with_metadata = [row for row, args in events.collectives.items() if args.collective]
     found |= np.isin(rows, with_metadata) & is_kernel
     seconds = events.duration[rows]
@@ -95,11 +102,13 @@ def is_communication_kernel(events: EventTable, rows: np.ndarray[Any, np.dtype[n
     length = len(events.threads)
     total = np.bincount(stream, seconds * is_kernel, length)
     named = np.bincount(stream, seconds * found, length)
-    return found | (is_kernel & (named > COMMUNICATION_STREAM * total)[stream])
+    serves_communication: Mask = named > COMMUNICATION_STREAM * total
+    found |= is_kernel & serves_communication[stream]
+    return found
 
 
 def launch_times(events: EventTable, rows: np.ndarray[Any, np.dtype[np.int64]]) -> Floats:
-    """When the runtime call with the same correlation began, for each device activity; NaN if it is not in the trace."""
+    """When the runtime call with the same correlation began, for each device activity; NaN if there is none."""
     calls = np.flatnonzero((events.kind == Kind.RUNTIME) & (events.correlation >= 0))
     if not len(calls):
         return np.full(len(rows), np.nan)

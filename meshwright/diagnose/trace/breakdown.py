@@ -12,7 +12,9 @@ from meshwright.diagnose.trace.event_table import Floats
 from meshwright.diagnose.trace.intervals import Intervals
 from meshwright.diagnose.trace.rank_trace import RankTrace
 
-ALLOCATION = r"^(?:cuda|hip)(?:Malloc|Free|HostAlloc|HostFree|Host(?:Malloc|Register))|^cuMem(?:Create|Map|Unmap|Alloc|Free)"
+ALLOCATION = (
+    r"^(?:cuda|hip)(?:Malloc|Free|HostAlloc|HostFree|Host(?:Malloc|Register))|^cuMem(?:Create|Map|Unmap|Alloc|Free)"
+)
 SYNCHRONIZATION = r"^(?:cuda|cu|hip)(?:Stream|Device|Event|Ctx)Synchronize|^aten::(?:item|_local_scalar_dense)"
 MAX_BURST_GAP = 2000.0
 """Microseconds between two collectives that may belong to one burst."""
@@ -24,6 +26,7 @@ IDLE_CAUSES = {
     "synchronization": "the host has waited for the device, and launches anew",
     "launch": "the host launches the next activity too late",
     "dependency": "the next activity is launched, and waits for another one",
+    "outside operators": "the host runs no operator, in a trace without a device",
 }
 """Why a device is idle; every idle interval has the first cause that fits."""
 
@@ -86,17 +89,16 @@ class RankTimeline:
             intervals.clip(low, high) for intervals in (self.compute, self.communication, self.memory, self.busy)
         )
         exposed = communication - compute
-        idle = {cause: intervals.clip(low, high).total for cause, intervals in self.idle.items()}
-        microseconds = (
-            high - low,
-            compute.total,
-            communication.total,
-            communication.total - exposed.total,
-            exposed.total,
-            (memory - (compute | communication)).total,
-            high - low - busy.total,
+        return Breakdown(
+            seconds=(high - low) / 1e6,
+            compute=compute.total / 1e6,
+            communication=communication.total / 1e6,
+            overlapped=(communication.total - exposed.total) / 1e6,
+            exposed=exposed.total / 1e6,
+            memory=(memory - (compute | communication)).total / 1e6,
+            idle=(high - low - busy.total) / 1e6,
+            idle_causes={cause: intervals.clip(low, high).total / 1e6 for cause, intervals in self.idle.items()},
         )
-        return Breakdown(*(value / 1e6 for value in microseconds), {cause: us / 1e6 for cause, us in idle.items()})
 
 
 def make_timeline(trace: RankTrace) -> RankTimeline:
@@ -123,7 +125,7 @@ def idle_by_cause(
 ) -> dict[str, Intervals]:
     """Divides the idle time of a rank by its cause."""
     if not len(busy):
-        return {cause: busy for cause in IDLE_CAUSES}
+        return {}
     remaining = busy.gaps(float(busy.start[0]), float(busy.end[-1]))
     causes: dict[str, Intervals] = {}
     causes["loader"] = remaining & trace.host(LOADER)
@@ -132,6 +134,8 @@ def idle_by_cause(
     remaining = remaining - causes["allocation"]
     causes["collective issue"] = remaining & collective_bursts(communication, compute)
     remaining = remaining - causes["collective issue"]
+    if not activities.on_device:
+        return causes | {"outside operators": remaining}
     # The activity that ends an idle interval tells whether the host was late.
     following = np.minimum(np.searchsorted(activities.start, remaining.end), len(activities.rows) - 1)
     is_late = ~(activities.launch[following] <= remaining.start)  # also if the launch is not known

@@ -23,7 +23,7 @@ COLLECTIVES = {
     "barrier": r"barrier",
     "reduce": r"reduce",
 }
-"""Kind of a collective -> pattern in the name of a kernel, an annotation or its metadata; the first that fits counts."""
+"""Kind of a collective -> pattern in the name of a kernel, an annotation or its metadata; the first match counts."""
 UNKNOWN = "collective"
 NO_ARGS = CollectiveArgs()
 
@@ -59,13 +59,16 @@ class CollectiveCalls:
 
 
 def collective_calls(timeline: RankTimeline) -> CollectiveCalls:
-    """Lists the collectives of a rank. A kernel without metadata has the arguments of the annotation that launched it."""
+    """Lists the collectives of a rank. A kernel without metadata has that of the annotation that launched it."""
     events, activities = timeline.trace.events, timeline.activities
     chosen = activities.is_communication
     rows, start, end = activities.rows[chosen], activities.start[chosen], activities.end[chosen]
     annotation = launching_annotations(events, activities.launch[chosen]) if activities.on_device else rows
     kinds = [collective_kind(name) for name in events.names]
-    args = [merge(events.collectives.get(int(row)), events.collectives.get(int(by))) for row, by in zip(rows, annotation, strict=True)]
+    args = [
+        merge(events.collectives.get(int(row)), events.collectives.get(int(by)))
+        for row, by in zip(rows, annotation, strict=True)
+    ]
     kind = [
         collective_kind(known.collective) if known.collective
         else kinds[events.name[by]] if by >= 0 and kinds[events.name[by]] != UNKNOWN
@@ -73,7 +76,9 @@ def collective_calls(timeline: RankTimeline) -> CollectiveCalls:
         for row, by, known in zip(rows, annotation, args, strict=True)
     ]  # fmt: skip
     overlapped = Intervals(start, end).overlap_with(timeline.compute)
-    splits = [max(known.splits) * len(known.splits) / sum(known.splits) if sum(known.splits) > 0 else 0.0 for known in args]
+    splits = [
+        max(known.splits) * len(known.splits) / sum(known.splits) if sum(known.splits) > 0 else 0.0 for known in args
+    ]
     return CollectiveCalls(
         kind,
         [known.group for known in args],
@@ -89,7 +94,9 @@ def collective_calls(timeline: RankTimeline) -> CollectiveCalls:
 
 def launching_annotations(events: EventTable, launch: Floats) -> np.ndarray[Any, np.dtype[np.int64]]:
     """The row of the annotation or operator of a collective during which each kernel was launched, or -1."""
-    rows = np.flatnonzero(events.named(r"^(?:nccl|rccl|mscclpp):|^record_param_comms") & (events.kind >= Kind.ANNOTATION))
+    rows = np.flatnonzero(
+        events.named(r"^(?:nccl|rccl|mscclpp):|^record_param_comms") & (events.kind >= Kind.ANNOTATION)
+    )
     if not len(rows):
         return np.full(len(launch), -1)
     rows = rows[np.argsort(events.start[rows], kind="stable")]

@@ -9,6 +9,7 @@ import numpy as np
 from meshwright.diagnose.finding import Change, Finding, MeasuredFigure
 from meshwright.diagnose.trace.breakdown import Breakdown, RankTimeline
 from meshwright.diagnose.trace.collective_calls import CollectiveCalls
+from meshwright.diagnose.trace.event_table import Mask
 from meshwright.diagnose.trace.rank_findings import CHECK, MIN_SHARE, confidence, settings_of
 from meshwright.io import format_bytes, format_seconds
 
@@ -55,12 +56,13 @@ def find_communication(timeline: RankTimeline, breakdown: Breakdown, calls: Coll
     kind = max(kinds, key=lambda kind: calls.exposed[calls.of_kind(kind)].sum())
     chosen = calls.of_kind(kind)
     steps = max(1, len(timeline.steps))
-    variant = explain(timeline, breakdown, calls, kind, int(chosen.sum()) / steps)
+    exposed, step_time = breakdown.exposed / steps, breakdown.seconds / steps
+    variant = explain(timeline, calls, kind, int(chosen.sum()) / steps)
     axis = next((axis for axis, is_chosen in zip(calls.axis, chosen, strict=True) if is_chosen and axis), "")
     evidence = [
         MeasuredFigure(f"{kind} calls per step", float(chosen.sum()) / steps, "count"),
         MeasuredFigure(f"median {kind}", float(np.median(calls.duration[chosen])) / 1e6, "s"),
-        MeasuredFigure("exposed communication per step", breakdown.exposed / steps, "s", breakdown.seconds / steps, "step time"),
+        MeasuredFigure("exposed communication per step", exposed, "s", step_time, "step time"),
         MeasuredFigure("overlapped by compute", breakdown.overlap, "share"),
     ]  # fmt: skip
     sizes = calls.message_bytes[chosen & (calls.message_bytes > 0)]
@@ -70,11 +72,11 @@ def find_communication(timeline: RankTimeline, breakdown: Breakdown, calls: Coll
         rate = calls.message_bytes[timed].sum() / max(calls.duration[timed].sum(), 1e-9) * 1e6
         evidence.append(MeasuredFigure(f"message bytes per second of {kind}", float(rate), "B/s"))
     if issue:
-        evidence.append(MeasuredFigure("idle between collectives that are issued one by one, per step", issue / steps, "s"))
+        evidence.append(MeasuredFigure("idle between successive collectives, per step", issue / steps, "s"))
     yield Finding(
         "communication",
         variant,
-        sentence(kind, variant, share, breakdown.overlap, calls, chosen, steps, axis),
+        sentence(describe(kind, calls, chosen, steps, axis), variant, share, breakdown.overlap),
         share,
         confidence(share),
         axis=axis,
@@ -85,14 +87,12 @@ def find_communication(timeline: RankTimeline, breakdown: Breakdown, calls: Coll
     )
 
 
-def explain(timeline: RankTimeline, breakdown: Breakdown, calls: CollectiveCalls, kind: str, per_step: float) -> str:
+def explain(timeline: RankTimeline, calls: CollectiveCalls, kind: str, per_step: float) -> str:
     """Tells why the collectives of a kind are exposed."""
     chosen = calls.of_kind(kind)
     sizes = calls.message_bytes[chosen & (calls.message_bytes > 0)]
-    if len(sizes):
-        is_small = np.median(sizes) < SMALL_BYTES
-    else:
-        is_small = np.median(calls.duration[chosen]) < SMALL_MICROSECONDS
+    typical, small = (sizes, SMALL_BYTES) if len(sizes) else (calls.duration[chosen], SMALL_MICROSECONDS)
+    is_small = np.median(typical) < small
     duration, exposed = calls.duration[chosen].sum(), calls.exposed[chosen].sum()
     overlap = 1 - exposed / duration if duration else 0.0
     if per_step >= MANY and is_small:
@@ -109,14 +109,17 @@ def explain(timeline: RankTimeline, breakdown: Breakdown, calls: CollectiveCalls
     return "late start" if before and np.median(before) > LATE_START else "no overlap"
 
 
-def sentence(kind: str, variant: str, share: float, overlap: float, calls: CollectiveCalls, chosen: np.ndarray, steps: int, axis: str) -> str:  # type: ignore[type-arg]
-    """The verdict in one sentence."""
-    count = f"{chosen.sum() / steps:,.0f}"
+def describe(kind: str, calls: CollectiveCalls, chosen: Mask, steps: int, axis: str) -> str:
+    """The number, size and duration of the chosen collectives."""
     sizes = calls.message_bytes[chosen & (calls.message_bytes > 0)]
     size = f" of {format_bytes(float(np.median(sizes)))}" if len(sizes) else ""
     median = format_seconds(float(np.median(calls.duration[chosen])) / 1e6)
     where = f" on axis {axis}" if axis else ""
-    subject = f"{count} {kind} calls{size} per step (median {median}){where}"
+    return f"{chosen.sum() / steps:,.0f} {kind} calls{size} per step (median {median}){where}"
+
+
+def sentence(subject: str, variant: str, share: float, overlap: float) -> str:
+    """The verdict in one sentence."""
     reason = {
         "not bucketed": "are issued one by one, in no bucket, and nothing overlaps them",
         "small buckets": "are too small: latency dominates",

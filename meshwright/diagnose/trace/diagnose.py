@@ -61,7 +61,7 @@ class TraceDiagnosis:
 
 
 def diagnose_traces(paths: Sequence[Path]) -> TraceDiagnosis:
-    """Reads one trace per rank and names what limits the program. The events of a trace are released before the next."""
+    """Names what limits a program, from one trace per rank. The events of a trace are released before the next one."""
     ranks: list[RankDiagnosis] = []
     summaries: list[RankSummary] = []
     findings: list[Finding] = []

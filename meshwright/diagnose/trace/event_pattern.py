@@ -1,7 +1,7 @@
 """Regular expressions that find the events of a trace that the diagnosis uses, in the layouts that Kineto writes.
 
-Kineto writes the keys of a complete event in a fixed order: ph, cat, name, pid, tid, ts, dur, args. One `findall` over a
-chunk of text is ten times as fast as parsing it as JSON. All repetitions are possessive: matching takes linear time
+Kineto writes the keys of a complete event in a fixed order: ph, cat, name, pid, tid, ts, dur, args. One `findall` over
+a chunk of text is ten times as fast as parsing it as JSON. All repetitions are possessive: matching takes linear time
 whatever the text is. An unescaped `"X"` cannot be inside a JSON string, so that a match is an event.
 """
 

@@ -136,7 +136,9 @@ class TableBuilder:
             durations,
             np.fromiter(map(self.kinds.__getitem__, category), np.int32, count),
             np.fromiter(map(self.names.__getitem__, name), np.int32, count),
-            np.fromiter(map(self.threads.__getitem__, map(b"\0".join, zip(process, thread, strict=True))), np.int32, count),
+            np.fromiter(
+                map(self.threads.__getitem__, map(b"\0".join, zip(process, thread, strict=True))), np.int32, count
+            ),
             np.array([int(text) if text else -1 for text in correlation], np.int64),
         )
         if not valid.all():
@@ -160,7 +162,7 @@ class TableBuilder:
             joined.append(np.concatenate([np.empty(0, dtype), *part]).astype(dtype, copy=False))
             part.clear()
         start, duration, category, name, thread, correlation = joined
-        kinds = np.array([KINDS.get(text.lower(), Kind.OPERATOR) for text in self.kinds] or [0], np.int8)
+        kinds = np.array([KINDS.get(text.lower(), Kind.OPERATOR) for text in self.kinds], np.int8)
         return EventTable(
             start,
             duration,

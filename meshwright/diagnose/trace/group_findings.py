@@ -65,7 +65,7 @@ def match_collectives(ranks: list[RankSummary]) -> list[MatchedCollective]:
 
     Send and receive have partners of their own and are not matched.
     """
-    found: dict[tuple[object, ...], list[tuple[int, int]]] = defaultdict(list)
+    found: dict[tuple[str, str, int, bool], list[tuple[int, int]]] = defaultdict(list)
     for index, summary in enumerate(ranks):
         counts: dict[tuple[str, str], int] = defaultdict(int)
         calls = summary.calls
@@ -83,7 +83,7 @@ def match_collectives(ranks: list[RankSummary]) -> list[MatchedCollective]:
         start = ranks[first].calls.start[row]
         matched.append(
             MatchedCollective(
-                str(kind),
+                kind,
                 int(np.searchsorted(ranks[first].step_starts, start, side="right")) - 1,
                 tuple(ranks[index].rank for index, _ in members),
                 *(
@@ -112,7 +112,9 @@ def waiting(ranks: list[RankSummary], calls: list[MatchedCollective]) -> dict[in
             found[rank].append((start, start + wait))
     times = {rank: np.array(pairs).reshape(-1, 2) for rank, pairs in found.items()}
     return {
-        summary.rank: Intervals.union(*times[summary.rank].T) - summary.compute for summary in ranks if summary.rank in times
+        summary.rank: Intervals.union(*times[summary.rank].T) - summary.compute
+        for summary in ranks
+        if summary.rank in times
     }
 
 
@@ -134,7 +136,7 @@ def find_straggler(ranks: list[RankSummary], matched: list[MatchedCollective]) -
     share = caused[rank] / seconds if seconds else 0.0
     if share < MIN_SHARE or caused[rank] < LAST_SHARE * sum(caused.values()):
         return
-    often = np.mean([is_slow_step(rank, step, waits, others[0]) for step in others[0].steps.items()] or [1.0])
+    often = np.mean([is_slow_step(rank, step, waits, others[0]) for step in others[0].steps.items()] or [True])
     slow = next(summary for summary in ranks if summary.rank == rank)
     phase, own, typical = slow_part(slow, others)
     variant = "steady" if often >= STEADY_SHARE else "now and then"
@@ -149,7 +151,13 @@ def find_straggler(ranks: list[RankSummary], matched: list[MatchedCollective]) -
         rank=rank,
         phase=phase,
         evidence=(
-            MeasuredFigure("waiting caused by the rank, per step", caused[rank] / slow.step_count, "s", seconds / slow.step_count, "step time"),
+            MeasuredFigure(
+                "waiting caused by the rank, per step",
+                caused[rank] / slow.step_count,
+                "s",
+                seconds / slow.step_count,
+                "step time",
+            ),
             MeasuredFigure(f"its time {named}, per step", own, "s", typical, "other ranks"),
             MeasuredFigure("steps in which the others wait for it", float(often), "share"),
         ),
@@ -158,7 +166,9 @@ def find_straggler(ranks: list[RankSummary], matched: list[MatchedCollective]) -
     )
 
 
-def is_slow_step(rank: int, step: tuple[int, Breakdown], waits: dict[int, dict[int, Intervals]], other: RankSummary) -> bool:
+def is_slow_step(
+    rank: int, step: tuple[int, Breakdown], waits: dict[int, dict[int, Intervals]], other: RankSummary
+) -> bool:
     """Whether another rank waits longer for `rank` in a step than for any other rank, and for longer than MIN_SHARE."""
     index = list(other.steps).index(step[0])
     bounds = [*other.step_starts, np.inf]
@@ -198,7 +208,9 @@ def slow_part(slow: RankSummary, others: list[RankSummary]) -> tuple[str, float,
 def find_bubble(ranks: list[RankSummary]) -> Iterator[Finding]:
     """Stages wait in send and receive: for the fill and drain of the schedule, or for a stage that computes longer."""
     waits = {
-        summary.rank: summary.breakdown.share(float(summary.calls.exposed[summary.calls.of_kind("send/recv")].sum()) / 1e6)
+        summary.rank: summary.breakdown.share(
+            float(summary.calls.exposed[summary.calls.of_kind("send/recv")].sum()) / 1e6
+        )
         for summary in ranks
     }
     share = float(np.mean(list(waits.values())))
@@ -223,7 +235,10 @@ def find_bubble(ranks: list[RankSummary]) -> Iterator[Finding]:
         rank=longest if is_uneven else None,
         axis="pipeline",
         evidence=(
-            *(MeasuredFigure(f"waiting in send and receive, rank {rank}", wait, "share") for rank, wait in list(waits.items())[:8]),
+            *(
+                MeasuredFigure(f"waiting in send and receive, rank {rank}", wait, "share")
+                for rank, wait in list(waits.items())[:8]
+            ),
             MeasuredFigure("longest compute of a stage per step", compute[longest], "s", mean, "mean of the stages"),
         ),
         change=Change(
@@ -268,7 +283,7 @@ def find_experts(ranks: list[RankSummary], matched: list[MatchedCollective]) -> 
         evidence=(MeasuredFigure("largest to mean message of an all-to-all", float(np.median(ratios)), "ratio"),),
         change=Change(
             settings_of(ranks[0].header, "model.router_bias_rate = 0.01"),
-            "balance the load of the experts: an auxiliary loss or a routing bias, a capacity factor, or another placement",
+            "balance the experts: an auxiliary loss, a routing bias, a capacity factor or another placement",
         ),
         check=CHECK,
     )

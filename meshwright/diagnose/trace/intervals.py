@@ -79,4 +79,6 @@ class Intervals:
     def contains(self, times: Floats) -> Mask:
         """Whether each time is within an interval."""
         position = np.searchsorted(self.start, times, side="right") - 1
-        return (position >= 0) & (times < self.end[np.maximum(position, 0)]) if len(self) else np.zeros(len(times), bool)
+        return (
+            (position >= 0) & (times < self.end[np.maximum(position, 0)]) if len(self) else np.zeros(len(times), bool)
+        )

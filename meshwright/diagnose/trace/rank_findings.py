@@ -10,13 +10,13 @@ from meshwright.diagnose.finding import Change, Confidence, Finding, MeasuredFig
 from meshwright.diagnose.trace.activities import LOADER
 from meshwright.diagnose.trace.breakdown import ALLOCATION, SYNCHRONIZATION, Breakdown, RankTimeline
 from meshwright.diagnose.trace.event_table import Kind
-from meshwright.io import format_seconds
 
 MIN_SHARE = 0.03
 """Share of the time that a cause must take to be reported as limiting."""
 SMALL_KERNEL = 10.0
 """Microseconds; a kernel that is shorter takes less time than the host needs to launch it."""
-CHECK = "meshwright diagnose TRACE  (a trace of the changed program)"
+CHECK = "meshwright diagnose TRACE"
+"""on a trace of the changed program"""
 
 
 def confidence(share: float) -> Confidence:
@@ -38,18 +38,21 @@ def find_data(timeline: RankTimeline, breakdown: Breakdown) -> Iterator[Finding]
     action = (
         "DataLoader(num_workers=4, pin_memory=True, persistent_workers=True) prepares batches while the device computes"
         if single
-        else "more worker processes: a larger num_workers or prefetch_factor of DataLoader, or cheaper decoding and storage"
+        else "a larger num_workers or prefetch_factor of DataLoader, or cheaper decoding and faster storage"
     )
+    idle = "The device is idle" if timeline.activities.on_device else "The rank computes nothing"
     yield Finding(
         "data",
         "loader",
-        f"The device is idle for {share:.0%} of the time while the host waits for the DataLoader, which decodes in {processes}.",
+        f"{idle} for {share:.0%} of the time while the host waits for the DataLoader, which decodes in {processes}.",
         share,
         confidence(share),
         phase="fetch",
         evidence=(
-            MeasuredFigure("time in the loader per step", loader.total / 1e6 / steps, "s", breakdown.seconds / steps, "step time"),
-            MeasuredFigure("of it the device is idle", seconds / steps, "s"),
+            MeasuredFigure(
+                "time in the loader per step", loader.total / 1e6 / steps, "s", breakdown.seconds / steps, "step time"
+            ),
+            MeasuredFigure("of it without compute, per step", seconds / steps, "s"),
         ),
         change=Change(settings_of(trace.header, "data.workers = 4"), action),
         check=CHECK,
@@ -74,16 +77,18 @@ def find_memory(timeline: RankTimeline, breakdown: Breakdown) -> Iterator[Findin
     yield Finding(
         "memory",
         "allocation",
-        f"The host allocates and frees memory of the device during steps, and the device idles for {share:.0%} of the time meanwhile.",
+        f"The device is idle for {share:.0%} of the time while the host allocates and frees its memory during steps.",
         share,
         confidence(share),
         evidence=(
             MeasuredFigure("allocations and releases per step", float(calls.sum()) / steps, "count"),
-            MeasuredFigure("device idle meanwhile, per step", seconds / steps, "s", breakdown.seconds / steps, "step time"),
+            MeasuredFigure(
+                "device idle meanwhile, per step", seconds / steps, "s", breakdown.seconds / steps, "step time"
+            ),
         ),
         change=Change(
             action="leave more memory free: a smaller micro-batch or activation checkpointing, "
-            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True against fragmentation, and no torch.cuda.empty_cache() in steps"
+            "PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True against fragmentation, no torch.cuda.empty_cache()"
         ),
         check=CHECK,
     )
@@ -110,7 +115,9 @@ def find_launch(timeline: RankTimeline, breakdown: Breakdown) -> Iterator[Findin
     small = float((kernels < SMALL_KERNEL).mean()) if len(kernels) else 0.0
     idle = timeline.idle["launch"]
     optimizer = (idle & timeline.trace.host(r"^Optimizer\.step")).total / max(idle.total, 1e-9)
-    action = "torch.compile or CUDA graphs launch fewer and larger kernels; a larger micro-batch makes each kernel longer"
+    action = (
+        "torch.compile or CUDA graphs launch fewer and larger kernels; a larger micro-batch makes each kernel longer"
+    )
     if optimizer > 0.3:
         action = f"{optimizer:.0%} of it is in the optimizer: fused=True or foreach=True; " + action
     is_small = small > 0.5
@@ -124,8 +131,16 @@ def find_launch(timeline: RankTimeline, breakdown: Breakdown) -> Iterator[Findin
         confidence(share),
         evidence=(
             MeasuredFigure("kernels per step", len(kernels) / steps, "count"),
-            MeasuredFigure("median kernel", median, "s", float(np.median(idle.end - idle.start)) / 1e6, "median idle time before a late launch"),
-            MeasuredFigure("device idle behind the host, per step", seconds / steps, "s", breakdown.seconds / steps, "step time"),
+            MeasuredFigure(
+                "median kernel",
+                median,
+                "s",
+                float(np.median(idle.end - idle.start)) / 1e6,
+                "median idle time before a late launch",
+            ),
+            MeasuredFigure(
+                "device idle behind the host, per step", seconds / steps, "s", breakdown.seconds / steps, "step time"
+            ),
         ),
         change=Change(settings_of(timeline.trace.header, "compile.enabled = true"), action),
         check=CHECK,
@@ -139,20 +154,24 @@ def find_synchronization(timeline: RankTimeline, breakdown: Breakdown) -> Iterat
         return
     events = timeline.trace.events
     low, high = timeline.window
-    calls = events.named(SYNCHRONIZATION) & (events.kind == Kind.RUNTIME) & (events.start >= low) & (events.start < high)
+    calls = (
+        events.named(SYNCHRONIZATION) & (events.kind == Kind.RUNTIME) & (events.start >= low) & (events.start < high)
+    )
     names = [events.names[name] for name in np.unique(events.name[calls])]
     steps = max(1, len(timeline.steps))
     yield Finding(
         "device",
         "synchronization",
-        f"The device is idle for {share:.0%} of the time after the host waited for it ({', '.join(names) or '.item()'}).",
+        f"The device is idle for {share:.0%} of the time after the host waited for it in {', '.join(names)}.",
         share,
         confidence(share),
         evidence=(
             MeasuredFigure("synchronizing calls per step", float(calls.sum()) / steps, "count"),
-            MeasuredFigure("device idle after them, per step", seconds / steps, "s", breakdown.seconds / steps, "step time"),
+            MeasuredFigure(
+                "device idle after them, per step", seconds / steps, "s", breakdown.seconds / steps, "step time"
+            ),
         ),
-        change=Change(action="read losses and metrics (.item(), .cpu(), print) every few steps only, and copy with non_blocking=True"),
+        change=Change(action="read losses and metrics (.item(), .cpu()) every few steps; copy with non_blocking=True"),
         check=CHECK,
     )
 
@@ -172,7 +191,15 @@ def find_shapes(timeline: RankTimeline, breakdown: Breakdown) -> Iterator[Findin
         f"Matrix products with unaligned operands take {breakdown.share(seconds):.0%} of the time.",
         share,
         "medium",
-        evidence=(MeasuredFigure("time in unaligned matrix products, per step", seconds / steps, "s", breakdown.seconds / steps, "step time"),),
+        evidence=(
+            MeasuredFigure(
+                "time in unaligned matrix products, per step",
+                seconds / steps,
+                "s",
+                breakdown.seconds / steps,
+                "step time",
+            ),
+        ),
         change=Change(action="pad the vocabulary, hidden and batch sizes to multiples of 64"),
         check=CHECK,
     )
@@ -180,17 +207,17 @@ def find_shapes(timeline: RankTimeline, breakdown: Breakdown) -> Iterator[Findin
 
 def find_python(breakdown: Breakdown) -> Iterator[Finding]:
     """On a host without a device, time outside operators is Python, or a library that the profiler does not see."""
-    seconds = breakdown.idle_causes.get("launch", 0.0)
+    seconds = breakdown.idle_causes.get("outside operators", 0.0)
     share = breakdown.share(seconds)
     if share < MIN_SHARE:
         return
     yield Finding(
         "device",
         "host outside operators",
-        f"The rank runs no operator and no collective for {share:.0%} of the time ({format_seconds(seconds)} in the trace).",
+        f"The rank runs no operator and no collective for {share:.0%} of the time.",
         share,
         "low",
         evidence=(MeasuredFigure("time outside operators", seconds, "s", breakdown.seconds, "time of the trace"),),
-        change=Change(action="profile with with_stack=True to see what Python does there; larger batches or torch.compile reduce it"),
+        change=Change(action="with_stack=True shows what Python does there; larger batches or torch.compile reduce it"),
         check=CHECK,
     )

@@ -107,5 +107,3 @@ def parse_header(text: bytes) -> dict[str, Any]:
     except (ValueError, RecursionError):
         return {}
     return header if isinstance(header, dict) else {}
-
-
