@@ -68,6 +68,15 @@ class Result:
         """The same as `digest`, under the name that records use."""
         return self.digest
 
+    def _repr_html_(self) -> str | None:
+        """What a notebook shows: the headline signals, the verdict, curves and account of the run."""
+        from meshwright.observe.report.run_report import build_report
+
+        try:
+            return build_report(RunFolder(self.folder))._repr_html_()
+        except ConfigError:  # the folder was deleted or moved
+            return None
+
 
 def train(
     config: RunConfig | None = None,

@@ -11,7 +11,10 @@ from pathlib import Path
 
 from meshwright.errors import ConfigError
 
-FILES = ("run.toml", "identity.json", "plan.json")
+CERTIFICATE = "certificate.json"
+REPORTS = ("report.html", "report.md")
+"""The reports that `meshwright report` writes by default."""
+FILES = ("run.toml", "identity.json", "plan.json", CERTIFICATE, *REPORTS)
 INITIAL = "initial"
 """The folder of the weights that a run starts from, if `checkpoint import` copied them."""
 FOLDERS = ("events", "attempts", "checkpoints", "trace", INITIAL)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from dataclasses import asdict
 from typing import Any
@@ -10,14 +11,19 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from meshwright.history.goodput import goodput
+from meshwright.history.signals import read_signals
 from meshwright.io import format_bytes, format_count, format_percent, format_seconds, printable
 from meshwright.observe.console import make_console
-from meshwright.observe.report.compared_figures import ReportRow
+from meshwright.observe.report.compared_figures import ReportRow, median_of
+from meshwright.observe.report.headlines import headlines
 from meshwright.observe.report.run_report import Report
 from meshwright.observe.terminal import format_ranks
 from meshwright.planner.exact.compare import VolumeComparison
 
 MISMATCH_STYLE = "bold red"
+DIFFERENT = "DIFFERENT"
+"""Marks collectives whose counted bytes differ from the predicted ones."""
 LARGE_ERROR = 0.2
 """Errors beyond this fraction are highlighted."""
 WIDE = 110
@@ -37,6 +43,10 @@ def show_report(report: Report, console: Console | None = None) -> None:
     console.print(Text(printable(report.verdict), style))
     medians = f"; medians of {report.steps:,} steps" if report.steps else ""
     console.print(Text(printable(f"{report.run}: {report.status}{medians}"), "dim"))
+    if report.history is not None:
+        for headline in headlines(read_signals(report.history, time.time())):
+            facts = ", ".join(f"{name} {value}" for name, value in headline.facts)
+            console.print(Text(printable(f"{headline.name}: {headline.figure}; {facts}")))
     if report.rows:
         console.print()
         console.print(figure_table(report.rows, console.width))
@@ -73,20 +83,28 @@ def figure_table(rows: list[ReportRow], width: int) -> Table:
 
 
 def communication_table(comparisons: list[VolumeComparison]) -> Table:
-    """Builds a table in which ranks with the same figures share a row; mismatches are red."""
+    """Builds the table of the collectives; mismatches are red."""
+    table = Table(box=None, pad_edge=False)
+    for name in ("axis", "collective", "measured", "predicted", "", "ranks"):
+        table.add_column(name, justify="right" if name in ("measured", "predicted") else "left", overflow="fold")
+    for cells in communication_groups(comparisons):
+        style = MISMATCH_STYLE if cells[4] == DIFFERENT else ""
+        table.add_row(*(Text(printable(cell)) for cell in cells), style=style)
+    return table
+
+
+def communication_groups(comparisons: list[VolumeComparison]) -> list[list[str]]:
+    """Returns axis, collective, measured and predicted bytes, whether they are equal, and the ranks that share them."""
     groups: dict[tuple[Any, ...], list[VolumeComparison]] = {}
     for row in comparisons:
         key = (not row.equal, row.axis, row.collective, *message_bytes(row), len(row.ranks))
         groups.setdefault(key, []).append(row)
-    table = Table(box=None, pad_edge=False)
-    for name in ("axis", "collective", "measured", "predicted", "", "ranks"):
-        table.add_column(name, justify="right" if name in ("measured", "predicted") else "left", overflow="fold")
+    listed = []
     for (differs, axis, collective, measured, predicted, _), rows in groups.items():
         ranks = format_ranks(sorted(rank for row in rows for rank in row.ranks))
         summed = " (sum over the expert group)" if len(rows[0].ranks) > 1 else ""
-        cells = (axis, collective, measured, predicted, "DIFFERENT" if differs else "equal", ranks + summed)
-        table.add_row(*(Text(printable(cell)) for cell in cells), style=MISMATCH_STYLE if differs else "")
-    return table
+        listed.append([axis, collective, measured, predicted, DIFFERENT if differs else "equal", ranks + summed])
+    return listed
 
 
 def message_bytes(row: VolumeComparison) -> tuple[str, str]:
@@ -108,4 +126,26 @@ def report_json(report: Report) -> dict[str, Any]:
         "figures": [asdict(row) | {"error": row.error} for row in report.rows],
         "communication": [asdict(row) | {"equal": row.equal} for row in report.communication],
         "notes": report.notes,
+        "other_machine": report.other_machine,
+        **history_json(report, time.time()),
+    }
+
+
+def history_json(report: Report, now: float) -> dict[str, Any]:
+    """The headline signals, the goodput account, and the exposed communication of rank 0 by phase."""
+    if report.history is None:
+        return {}
+    steps = report.measurements.steps.get(0) if report.measurements is not None else None
+    exposed = None
+    if steps is not None and len(steps):
+        by_phase = {"sync": steps.phases["sync"], **steps.waits}
+        exposed = {
+            "seconds": median_of(steps.exposed),
+            "source": steps.exposed_source,
+            "by_phase": {phase: median_of(column) for phase, column in by_phase.items()},
+        }
+    return {
+        "signals": read_signals(report.history, now).to_json(),
+        "goodput": goodput(report.history, now).to_json(),
+        "exposed": exposed,
     }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
@@ -64,6 +65,27 @@ class Report:
     def mismatches(self) -> list[VolumeComparison]:
         """The rows whose communication volume differs from the prediction."""
         return [row for row in self.communication if not row.equal]
+
+    def to_html(self) -> str:
+        """The report as one self-contained page."""
+        from meshwright.observe.report.html_page import render_page
+        from meshwright.observe.report.run_document import build_document
+
+        return render_page(build_document(self))
+
+    def to_markdown(self) -> str:
+        """The figures of the page as Markdown."""
+        from meshwright.observe.report.markdown_page import render_markdown
+        from meshwright.observe.report.run_document import build_document
+
+        return render_markdown(build_document(self))
+
+    def _repr_html_(self) -> str:
+        """What a notebook shows: headline signals, verdict, curves and account."""
+        from meshwright.observe.report.html_page import render_fragment
+        from meshwright.observe.report.run_document import summarize
+
+        return render_fragment(summarize(self, time.time()))
 
     def row(self, section: str, figure: str) -> ReportRow | None:
         return next((row for row in self.rows if (row.section, row.figure) == (section, figure)), None)

@@ -145,6 +145,11 @@ def tradeoff(plan: Estimate, others: Sequence[Estimate]) -> list[str]:
 
 def compare_plans(plan: Estimate, other: Estimate) -> str:
     """Says why the other plan was not chosen."""
+    return f"Rejected: {describe_difference(plan, other, ', but more complex')}."
+
+
+def describe_difference(plan: Estimate, other: Estimate, if_faster: str = "") -> str:
+    """Says what the other plan costs compared with this one; `if_faster` is added if it is faster."""
     slower = other.seconds - plan.seconds
     more_memory = other.peak_memory.total - plan.peak_memory.total
     names = {*plan.phases, *other.phases}
@@ -156,10 +161,10 @@ def compare_plans(plan: Estimate, other: Estimate) -> str:
     elif slower > 0:
         speed = f"{format_seconds(slower)} slower"
     else:
-        speed = f"{format_seconds(-slower)} faster, but more complex"
+        speed = f"{format_seconds(-slower)} faster{if_faster}"
     memory = f"{format_bytes(abs(more_memory))} {'more' if more_memory > 0 else 'less'} memory"
     because = f": {phase_label(phase)} takes {format_seconds(by)} more" if by > 0 and slower > 0 and not tied else ""
-    return f"Rejected: {describe_plan(other.job)}: {speed}, {memory}{because}."
+    return f"{describe_plan(other.job)}: {speed}, {memory}{because}"
 
 
 def measurement(plan: Estimate, file: str) -> list[str]:

@@ -1,0 +1,1 @@
+"""The sections of a run's report, one file each. Torch-free."""
