@@ -7,9 +7,9 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.diagnose.trace.event_table import EventTable, Floats, Kind, Mask
 from meshwright.diagnose.trace.intervals import Intervals
-from meshwright.diagnose.trace.rank_trace import RankTrace
+from meshwright.diagnose.trace.kineto.event_table import EventTable, Floats, Kind, Mask
+from meshwright.diagnose.trace.kineto.kineto_trace import KinetoTrace
 
 COMMUNICATION_NAMES = (
     r"(?i)nccl|rccl|hccl|gloo|mscclpp|msccl|nvshmem|rocshmem|deep_?ep|all_?reduce|all_?gather|reduce_?scatter|all_?to_?all"
@@ -59,7 +59,7 @@ class Activities:
         )
 
 
-def measured_activities(trace: RankTrace) -> Activities:
+def measured_activities(trace: KinetoTrace) -> Activities:
     """The activities of the complete steps of a trace.
 
     The last step is left out if there are several, as in HolisticTraceAnalysis: the profiler stops in it. The time at
@@ -74,7 +74,7 @@ def measured_activities(trace: RankTrace) -> Activities:
     return selected if len(selected.rows) else activities
 
 
-def device_activities(trace: RankTrace) -> Activities:
+def device_activities(trace: KinetoTrace) -> Activities:
     """The kernels, copies and fills of the device, with the times of their launches."""
     events = trace.events
     rows = np.flatnonzero(events.is_device)
@@ -118,7 +118,7 @@ def launch_times(events: EventTable, rows: np.ndarray[Any, np.dtype[np.int64]]) 
     return np.where(known[position] == events.correlation[rows], events.start[calls[position]], np.nan)
 
 
-def host_activities(trace: RankTrace) -> Activities:
+def host_activities(trace: KinetoTrace) -> Activities:
     """The operators of the host as compute, and its collectives, for a trace without a device.
 
     Operators inside a loader make samples, and those that start a collective or wait for one do not compute.

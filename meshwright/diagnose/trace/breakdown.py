@@ -8,9 +8,9 @@ from typing import Any
 import numpy as np
 
 from meshwright.diagnose.trace.activities import LOADER, Activities, measured_activities
-from meshwright.diagnose.trace.event_table import Floats
 from meshwright.diagnose.trace.intervals import Intervals
-from meshwright.diagnose.trace.rank_trace import RankTrace
+from meshwright.diagnose.trace.kineto.event_table import Floats
+from meshwright.diagnose.trace.kineto.kineto_trace import KinetoTrace
 
 ALLOCATION = (
     r"^(?:cuda|hip)(?:Malloc|Free|HostAlloc|HostFree|Host(?:Malloc|Register))|^cuMem(?:Create|Map|Unmap|Alloc|Free)"
@@ -69,7 +69,7 @@ class Breakdown:
 class RankTimeline:
     """The intervals of one rank from which breakdowns and findings are computed."""
 
-    trace: RankTrace
+    trace: KinetoTrace
     activities: Activities
     compute: Intervals
     communication: Intervals
@@ -101,7 +101,7 @@ class RankTimeline:
         )
 
 
-def make_timeline(trace: RankTrace) -> RankTimeline:
+def make_timeline(trace: KinetoTrace) -> RankTimeline:
     """Divides the time of a rank."""
     activities = measured_activities(trace)
     everything = np.ones(len(activities.rows), bool)
@@ -121,7 +121,7 @@ def make_timeline(trace: RankTrace) -> RankTimeline:
 
 
 def idle_by_cause(
-    trace: RankTrace, activities: Activities, busy: Intervals, compute: Intervals, communication: Intervals
+    trace: KinetoTrace, activities: Activities, busy: Intervals, compute: Intervals, communication: Intervals
 ) -> dict[str, Intervals]:
     """Divides the idle time of a rank by its cause."""
     if not len(busy):
@@ -153,7 +153,7 @@ def collective_bursts(communication: Intervals, compute: Intervals) -> Intervals
     return between.select((length < MAX_BURST_GAP) & (between.overlap_with(compute) < length / 2))
 
 
-def step_windows(trace: RankTrace, activities: Activities) -> dict[int, tuple[float, float]]:
+def step_windows(trace: KinetoTrace, activities: Activities) -> dict[int, tuple[float, float]]:
     """The times of each measured step: from its first activity to the first of the following step.
 
     An activity belongs to the step during which the host launched it. The last step is left out if there are several.

@@ -9,9 +9,9 @@ from typing import Any
 import numpy as np
 
 from meshwright.diagnose.trace.breakdown import RankTimeline
-from meshwright.diagnose.trace.collective_args import CollectiveArgs
-from meshwright.diagnose.trace.event_table import EventTable, Floats, Kind, Mask
 from meshwright.diagnose.trace.intervals import Intervals
+from meshwright.diagnose.trace.kineto.collective_args import CollectiveArgs
+from meshwright.diagnose.trace.kineto.event_table import EventTable, Floats, Kind, Mask
 
 COLLECTIVES = {
     "all-reduce": r"all_?reduce|cross_device_reduce",

@@ -9,8 +9,8 @@ import numpy as np
 from meshwright.diagnose.finding import Change, Finding, MeasuredFigure
 from meshwright.diagnose.trace.breakdown import Breakdown, RankTimeline
 from meshwright.diagnose.trace.collective_calls import CollectiveCalls
-from meshwright.diagnose.trace.event_table import Mask
-from meshwright.diagnose.trace.rank_findings import CHECK, MIN_SHARE, confidence, settings_of
+from meshwright.diagnose.trace.kineto.event_table import Mask
+from meshwright.diagnose.trace.rank_findings import CHECK, MIN_SHARE, confidence, settings_for
 from meshwright.io import format_bytes, format_seconds
 
 MANY = 32
@@ -82,7 +82,7 @@ def find_communication(timeline: RankTimeline, breakdown: Breakdown, calls: Coll
         axis=axis,
         phase="backward" if kind in ("all-reduce", "reduce-scatter") else "",
         evidence=tuple(evidence),
-        change=Change(settings_of(timeline.trace.header, SETTINGS[variant]), CHANGES[variant]),
+        change=Change(settings_for(timeline.trace.header, SETTINGS[variant]), CHANGES[variant]),
         check=CHECK,
     )
 

@@ -14,8 +14,8 @@ from meshwright.diagnose.trace.breakdown import Breakdown, make_timeline
 from meshwright.diagnose.trace.collective_calls import collective_calls
 from meshwright.diagnose.trace.communication_findings import find_communication
 from meshwright.diagnose.trace.group_findings import RankSummary, find_between_ranks
+from meshwright.diagnose.trace.kineto.kineto_trace import KinetoTrace, read_trace
 from meshwright.diagnose.trace.rank_findings import CHECK, find_data, find_device, find_memory
-from meshwright.diagnose.trace.rank_trace import RankTrace, read_rank_trace
 
 CONFIDENCE_WEIGHTS = {"high": 1.0, "medium": 0.7, "low": 0.4}
 """What a share counts when findings are put in order."""
@@ -66,7 +66,7 @@ def diagnose_traces(paths: Sequence[Path]) -> TraceDiagnosis:
     summaries: list[RankSummary] = []
     findings: list[Finding] = []
     for number, path in enumerate(paths):
-        trace = read_rank_trace(path)
+        trace = read_trace(path)
         stated = trace.rank
         taken = {summary.rank for summary in summaries}
         rank = stated if stated is not None and stated not in taken else free_rank(number, taken)
@@ -86,7 +86,7 @@ def free_rank(number: int, taken: set[int]) -> int:
     return number if number not in taken else max(taken) + 1
 
 
-def diagnose_rank(trace: RankTrace, rank: int) -> tuple[RankDiagnosis, RankSummary, list[Finding]]:
+def diagnose_rank(trace: KinetoTrace, rank: int) -> tuple[RankDiagnosis, RankSummary, list[Finding]]:
     """Diagnoses the trace of one rank."""
     timeline = make_timeline(trace)
     breakdown = timeline.breakdown(*timeline.window)
@@ -104,7 +104,7 @@ def diagnose_rank(trace: RankTrace, rank: int) -> tuple[RankDiagnosis, RankSumma
     return diagnosis, summary, [replace(finding, rank=rank) for finding in findings]
 
 
-def device_name(trace: RankTrace) -> str:
+def device_name(trace: KinetoTrace) -> str:
     """The name of the device that the trace is of."""
     if not trace.has_device:
         return "host"

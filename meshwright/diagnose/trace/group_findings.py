@@ -11,9 +11,9 @@ import numpy as np
 from meshwright.diagnose.finding import Change, Finding, MeasuredFigure
 from meshwright.diagnose.trace.breakdown import Breakdown
 from meshwright.diagnose.trace.collective_calls import CollectiveCalls
-from meshwright.diagnose.trace.event_table import Floats
 from meshwright.diagnose.trace.intervals import Intervals
-from meshwright.diagnose.trace.rank_findings import CHECK, MIN_SHARE, confidence, settings_of
+from meshwright.diagnose.trace.kineto.event_table import Floats
+from meshwright.diagnose.trace.rank_findings import CHECK, MIN_SHARE, confidence, settings_for
 
 LAST_SHARE = 0.6
 """Share of the waiting that one rank must cause to be the straggler."""
@@ -242,7 +242,7 @@ def find_bubble(ranks: list[RankSummary]) -> Iterator[Finding]:
             MeasuredFigure("longest compute of a stage per step", compute[longest], "s", mean, "mean of the stages"),
         ),
         change=Change(
-            () if is_uneven else settings_of(header, 'pipeline.schedule = "zero-bubble"'),
+            () if is_uneven else settings_for(header, 'pipeline.schedule = "zero-bubble"'),
             f"move layers from the stage of rank {longest} to the others"
             if is_uneven
             else "more micro-batches per step, or an interleaved or zero-bubble schedule",
@@ -282,7 +282,7 @@ def find_experts(ranks: list[RankSummary], matched: list[MatchedCollective]) -> 
         axis="expert",
         evidence=(MeasuredFigure("largest to mean message of an all-to-all", float(np.median(ratios)), "ratio"),),
         change=Change(
-            settings_of(ranks[0].header, "model.router_bias_rate = 0.01"),
+            settings_for(ranks[0].header, "model.router_bias_rate = 0.01"),
             "balance the experts: an auxiliary loss, a routing bias, a capacity factor or another placement",
         ),
         check=CHECK,

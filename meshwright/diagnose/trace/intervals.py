@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.diagnose.trace.event_table import Floats, Mask
+from meshwright.diagnose.trace.kineto.event_table import Floats, Mask
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ import numpy as np
 from meshwright.diagnose.finding import Change, Confidence, Finding, MeasuredFigure
 from meshwright.diagnose.trace.activities import LOADER
 from meshwright.diagnose.trace.breakdown import ALLOCATION, SYNCHRONIZATION, Breakdown, RankTimeline
-from meshwright.diagnose.trace.event_table import Kind
+from meshwright.diagnose.trace.kineto.event_table import Kind
 
 MIN_SHARE = 0.03
 """Share of the time that a cause must take to be reported as limiting."""
@@ -54,12 +54,12 @@ def find_data(timeline: RankTimeline, breakdown: Breakdown) -> Iterator[Finding]
             ),
             MeasuredFigure("of it without compute, per step", seconds / steps, "s"),
         ),
-        change=Change(settings_of(trace.header, "data.workers = 4"), action),
+        change=Change(settings_for(trace.header, "data.workers = 4"), action),
         check=CHECK,
     )
 
 
-def settings_of(header: dict[str, object], *settings: str) -> tuple[str, ...]:
+def settings_for(header: dict[str, object], *settings: str) -> tuple[str, ...]:
     """Lines of a run file, for a trace that Meshwright recorded."""
     return settings if "meshwright" in header else ()
 
@@ -142,7 +142,7 @@ def find_launch(timeline: RankTimeline, breakdown: Breakdown) -> Iterator[Findin
                 "device idle behind the host, per step", seconds / steps, "s", breakdown.seconds / steps, "step time"
             ),
         ),
-        change=Change(settings_of(timeline.trace.header, "compile.enabled = true"), action),
+        change=Change(settings_for(timeline.trace.header, "compile.enabled = true"), action),
         check=CHECK,
     )
 

@@ -11,7 +11,7 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.diagnose.trace.collective_args import CollectiveArgs, parse_collective_args
+from meshwright.diagnose.trace.kineto.collective_args import CollectiveArgs, parse_collective_args
 
 MAX_EVENTS = 8_000_000
 """Events that are kept of one trace; each takes 33 bytes."""

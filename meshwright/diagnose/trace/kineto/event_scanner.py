@@ -6,8 +6,8 @@ import json
 import re
 from typing import Any
 
-from meshwright.diagnose.trace.event_pattern import COMPLETE_EVENT, DEVICE_TRACE, HOST_TRACE, event_pattern
-from meshwright.diagnose.trace.event_table import Row, TableBuilder
+from meshwright.diagnose.trace.kineto.event_pattern import COMPLETE_EVENT, DEVICE_TRACE, HOST_TRACE, event_pattern
+from meshwright.diagnose.trace.kineto.event_table import Row, TableBuilder
 
 MAX_HEADER = 8 << 20
 """Bytes before the events."""

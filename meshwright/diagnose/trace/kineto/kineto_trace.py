@@ -10,10 +10,10 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.diagnose.trace.event_scanner import EventScanner
-from meshwright.diagnose.trace.event_table import EventTable, TableBuilder
 from meshwright.diagnose.trace.intervals import Intervals
-from meshwright.diagnose.trace.trace_file import TraceFile
+from meshwright.diagnose.trace.kineto.event_scanner import EventScanner
+from meshwright.diagnose.trace.kineto.event_table import EventTable, TableBuilder
+from meshwright.diagnose.trace.kineto.trace_file import TraceFile
 from meshwright.errors import ConfigError
 
 STEP_NAME = re.compile(r"^ProfilerStep#(\d{1,15})$")
@@ -22,7 +22,7 @@ EXPECTED = "expected a trace that torch.profiler exported: JSON with traceEvents
 
 
 @dataclass
-class RankTrace:
+class KinetoTrace:
     """The events of one rank and what is known about it."""
 
     path: Path
@@ -73,7 +73,7 @@ class RankTrace:
         return Intervals.union(self.events.start[rows], self.events.end[rows])
 
 
-def read_rank_trace(path: Path) -> RankTrace:
+def read_trace(path: Path) -> KinetoTrace:
     """Reads a Kineto trace in bounded memory; a damaged one gives what can be read, with a note.
 
     A trace whose header lists devices but that has no device activity was recorded without them, and is read again with
@@ -88,7 +88,7 @@ def read_rank_trace(path: Path) -> RankTrace:
     return trace
 
 
-def scan(path: Path, host_only: bool | None) -> RankTrace:
+def scan(path: Path, host_only: bool | None) -> KinetoTrace:
     """Scans one trace; the collectives of a host-only trace keep all operators."""
     builder = TableBuilder()
     scanner, file = EventScanner(builder, host_only), TraceFile(path)
@@ -97,7 +97,7 @@ def scan(path: Path, host_only: bool | None) -> RankTrace:
         if scanner.is_done:
             break
     scanner.close()
-    return RankTrace(path, builder.build(), parse_header(scanner.header or b""), file.notes + scanner.notes)
+    return KinetoTrace(path, builder.build(), parse_header(scanner.header or b""), file.notes + scanner.notes)
 
 
 def parse_header(text: bytes) -> dict[str, Any]:

@@ -1,0 +1,1 @@
+"""Reads the traces that Kineto, the library of torch.profiler, writes: untrusted, of any size, possibly damaged."""
