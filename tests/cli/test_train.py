@@ -178,7 +178,18 @@ def test_output_without_a_terminal_has_one_plain_line_per_log_step(tmp_path):
 def test_json_option_prints_one_event_per_line(tmp_path):
     out, err = start_job(tmp_path / "r", "--steps", "3", "--json").communicate(timeout=60)
     events = [json.loads(line) for line in out.splitlines()]
-    assert [e["kind"] for e in events] == ["start", "step", "step", "counters", "step", "eval", "checkpoint", "end"]
+    assert [e["kind"] for e in events] == [
+        "attempt_start",
+        "start",
+        "step",
+        "step",
+        "counters",
+        "step",
+        "eval",
+        "checkpoint",
+        "end",
+        "attempt_end",
+    ]
 
 
 def test_invalid_token_file_is_one_line_with_exit_code_6(tmp_path):

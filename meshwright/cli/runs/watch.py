@@ -19,13 +19,14 @@ def watch(
     import time
 
     from meshwright.history.run_history import RunHistory
-    from meshwright.observe.watch.snapshot import take_snapshot
+    from meshwright.observe.watch.run_state import describe_run
     from meshwright.observe.watch.terminal_view import watch_in_terminal
     from meshwright.telemetry.run_folder import RunFolder
 
     histories = [RunHistory(RunFolder(run)) for run in runs]
     if json:
-        emit_json({"runs": [take_snapshot(history, time.time()).to_json() for history in histories]})
+        states = [{"run": str(history.folder.root), **describe_run(history, time.time())} for history in histories]
+        emit_json({"runs": states})
         return
     with contextlib.suppress(KeyboardInterrupt):
         watch_in_terminal(histories, once=once)

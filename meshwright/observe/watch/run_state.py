@@ -31,7 +31,7 @@ def describe_run(history: RunHistory, now: float) -> dict[str, Any]:
     account = goodput(history, now)
     return {
         "time": now,
-        "signals": read_signals(history, now).to_json(),
+        "signals": read_signals(history, now, account).to_json(),
         "goodput": {"wall_seconds": account.wall_seconds, "parts": account.parts, "notes": account.notes[:8]},
         "unit": str(start.get("unit", "tokens"))[:16],
         "size": newest.ranks if newest else 0,

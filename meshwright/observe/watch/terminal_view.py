@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from meshwright.history.account import GoodputAccount
+from meshwright.history.goodput import goodput
 from meshwright.history.run_history import RunHistory
+from meshwright.history.signals import Signals, read_signals
 from meshwright.io import format_bytes, format_clock, format_percent, format_seconds, printable
 from meshwright.observe.console import make_console
-from meshwright.observe.watch.snapshot import RunSnapshot, take_snapshot
 from meshwright.recover.incidents import tail_lines
 from meshwright.telemetry.phases import STEP_PHASES
 
 REFRESH_SECONDS = 1.0
+RECENT_STEPS = 20
+"""The newest steps of a rank over which its phases are averaged."""
 MAX_RANKS, MAX_CHECKPOINTS, MAX_INCIDENTS, MAX_LOG_LINES = 8, 3, 3, 4
 """Rows of each table."""
 SPARKS = "▁▂▃▄▅▆▇█"
@@ -48,6 +54,64 @@ PART_STYLES = {
 """The colors of the parts of the account; the others are grey."""
 MIN_SHARE = 0.0005
 """Smaller parts of the account are not listed."""
+
+
+@dataclass(frozen=True)
+class RankSnapshot:
+    """One rank: where it is, and its newest steps."""
+
+    rank: int
+    step: int
+    phase: str
+    waiting: bool
+    phases: dict[str, float]
+    """mean seconds per step"""
+    own_seconds: float
+    """mean seconds per step that the rank spends by itself, not waiting for others"""
+
+
+@dataclass(frozen=True)
+class RunSnapshot:
+    """A run at one moment."""
+
+    history: RunHistory
+    now: float
+    account: GoodputAccount
+    signals: Signals
+    ranks: list[RankSnapshot]
+    """slowest first"""
+
+
+def take_snapshot(history: RunHistory, now: float) -> RunSnapshot:
+    """The snapshot of a history as it was last updated."""
+    account = goodput(history, now)
+    return RunSnapshot(history, now, account, read_signals(history, now, account), rank_snapshots(history))
+
+
+def rank_snapshots(history: RunHistory) -> list[RankSnapshot]:
+    """Every rank of the newest attempt that has records or a heartbeat, slowest first."""
+    found = []
+    for rank in sorted({*history.ranks, *history.heartbeats}):
+        recent = history.steps(rank).select(slice(-RECENT_STEPS, None))
+        reading = history.heartbeats.get(rank)
+        means = {phase: mean(values) for phase, values in recent.phases.items()}
+        found.append(
+            RankSnapshot(
+                rank,
+                reading.step if reading is not None else int(recent.step[-1]) if len(recent) else -1,
+                reading.phase if reading is not None else "",
+                reading is not None and reading.waiting,
+                {phase: means[phase] for phase in STEP_PHASES},
+                sum(mean(values) for values in recent.local.values()),
+            )
+        )
+    return sorted(found, key=lambda snapshot: (-snapshot.own_seconds, snapshot.rank))
+
+
+def mean(values: NDArray[np.float64]) -> float:
+    """The mean of what was recorded, or 0."""
+    recorded = values[~np.isnan(values)]
+    return float(recorded.mean()) if len(recorded) else 0.0
 
 
 def watch_in_terminal(histories: Sequence[RunHistory], *, once: bool, console: Console | None = None) -> None:
