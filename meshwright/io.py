@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import gzip
 import json
 import os
 import secrets
@@ -17,6 +18,8 @@ from meshwright.errors import ConfigError
 
 MAX_JSON_BYTES = 16 << 20
 """Size limit of a JSON file in a run folder."""
+GZIP_LEVEL = 4
+"""Higher levels take several times as long for a few percent."""
 MAX_JSON_VALUES = 1 << 20
 """Limit of the values in a JSON file: a value of two bytes in a file takes a hundred in memory."""
 MAX_JSON_DEPTH = 64
@@ -131,12 +134,18 @@ def atomic_write(path: Path, content: str | Iterable[str]) -> None:
     """Replaces a text file atomically and durably.
 
     A reader sees either the old file or the new one, also after a power loss. The folder must exist: a run folder that
-    was deleted does not come back. If `path` is a symbolic link, the link is replaced, not the file that it points to.
+    was deleted does not come back. A file whose name ends with .gz is compressed. If `path` is a symbolic link, the
+    link is replaced, not the file that it points to.
     """
     temporary = path.with_name(f".{path.name}.{os.getpid()}.{secrets.token_hex(4)}")
     try:
-        with temporary.open("x", encoding="utf-8") as file:
-            file.writelines([content] if isinstance(content, str) else content)
+        with temporary.open("xb") as file:
+            lines = [content] if isinstance(content, str) else content
+            if path.suffix == ".gz":
+                with gzip.GzipFile("", "wb", GZIP_LEVEL, file) as compressed:
+                    compressed.writelines(line.encode() for line in lines)
+            else:
+                file.writelines(line.encode() for line in lines)
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)

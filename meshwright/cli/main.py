@@ -26,6 +26,7 @@ from meshwright.cli.report import report
 from meshwright.cli.runs.diagnose import diagnose
 from meshwright.cli.runs.metrics import metrics_alerts, metrics_dashboard, metrics_serve
 from meshwright.cli.runs.replay import replay
+from meshwright.cli.runs.trace import trace
 from meshwright.cli.runs.watch import watch
 from meshwright.cli.sample import sample
 from meshwright.cli.simulate import simulate
@@ -43,6 +44,7 @@ VERBS: dict[str, Verb] = {
     "watch": watch,
     "report": report,
     "diagnose": diagnose,
+    "trace": trace,
     "replay": replay,
     "metrics serve": metrics_serve,
     "metrics dashboard": metrics_dashboard,

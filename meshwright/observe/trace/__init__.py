@@ -1,0 +1,1 @@
+"""One merged trace of all ranks, from spans and profiles. Torch-free."""

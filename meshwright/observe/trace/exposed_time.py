@@ -1,0 +1,164 @@
+"""Divides the exposed communication of profiled steps among the axes of the layout, exactly.
+
+On CPU the training thread waits: inside collectives, and in the phase `sync`. A wait belongs to the collective that is
+completed when it ends. A wait at whose end no collective is completed belongs to messages between pipeline stages or
+between neighbours on the context axis, which are not collectives. The rest of `sync`, in which DDP waits for its
+buckets, belongs at every moment to the collective in flight that is completed first. On CUDA, communication is exposed
+while a kernel of NCCL runs and no other kernel does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from itertools import pairwise
+
+from meshwright.errors import ConfigError
+from meshwright.observe.trace.collective_slices import TOLERANCE, CollectiveMatcher, CollectiveSlice
+from meshwright.observe.trace.profile_files import ProfilePath, ProfileReader, find_profiles
+from meshwright.telemetry.run_folder import RunFolder
+from meshwright.telemetry.span_reader import Interval, StepSpans, read_rank_spans
+from meshwright.telemetry.untrusted_records import finite_number
+
+POINT_TO_POINT = ("pipeline", "context")
+"""Axes whose ranks exchange messages outside of collectives."""
+MAX_KERNELS = 2_000_000
+
+
+@dataclass(frozen=True)
+class ExposedStep:
+    """The exposed communication of one profiled step on one rank."""
+
+    rank: int
+    step: int
+    seconds: dict[str, float]
+    """axis -> seconds; they add up to the exposed communication of the step"""
+
+    @property
+    def total(self) -> float:
+        return sum(self.seconds.values())
+
+
+def exposed_by_axis(folder: RunFolder) -> list[ExposedStep]:
+    """Returns the exposed communication of every profiled step of a run, by step and rank, without profiles that cannot
+    be read.
+    """
+    steps: list[ExposedStep] = []
+    for profile in find_profiles(folder):
+        spans = [
+            span
+            for span in read_rank_spans(folder, profile.rank)
+            if isinstance(span, StepSpans) and span.step in profile.steps and span.attempt == profile.attempt
+        ]
+        with suppress(ConfigError):
+            steps += exposed_steps(profile, spans)
+    return sorted(steps, key=lambda item: (item.step, item.rank))
+
+
+def exposed_steps(profile: ProfilePath, spans: Sequence[StepSpans]) -> list[ExposedStep]:
+    """Returns the exposed communication of the steps of one profile."""
+    reader = ProfileReader(profile)
+    matcher = CollectiveMatcher(reader.head)
+    kernels: list[Interval] = []
+    on_device: list[tuple[float, float, str]] = []
+    for event in reader.events():
+        matcher.add(event)
+        begin, duration = finite_number(event.get("ts")), finite_number(event.get("dur"))
+        if event.get("cat") == "kernel" and begin is not None and duration is not None and len(kernels) < MAX_KERNELS:
+            start, args = begin + reader.head.base, event.get("args")
+            group = args.get("Process Group Name") if isinstance(args, dict) else None
+            if isinstance(group, str):
+                on_device.append((start, start + duration, reader.head.axis(group)))
+            else:
+                kernels.append((start, start + duration))
+    if reader.head.place.device == "cuda":
+        return [exposed_on_device(span, on_device, union(kernels)) for span in spans]
+    return [exposed_on_host(span, matcher.slices()) for span in spans]
+
+
+def exposed_on_host(step: StepSpans, slices: Iterable[CollectiveSlice]) -> ExposedStep:
+    """Divides the waits and the `sync` phases of a step among the axes."""
+    own = [item for item in slices if item.step == step.step]
+    rest = next((axis for axis in POINT_TO_POINT if axis in step.place.coordinates), "control")
+    waits = union(step.waits)
+    parts = [(completed_axis(begin, end, own), end - begin) for begin, end in waits]
+    for phase in step.phases:
+        if phase.name == "sync":
+            for begin, end in without(phase.begin, phase.end, waits):
+                parts += divide_interval(begin, end, own).items()
+    seconds: dict[str, float] = {}
+    for axis, microseconds in parts:
+        seconds[axis or rest] = seconds.get(axis or rest, 0.0) + microseconds / 1e6
+    return ExposedStep(step.place.rank, step.step, seconds)
+
+
+def completed_axis(begin: float, end: float, slices: Iterable[CollectiveSlice]) -> str:
+    """Returns the axis of the collective that was completed during a wait, or an empty string. Of several ones, the
+    one that was called last counts: a thread waits for what it has just called, while older ones complete as well.
+    """
+    completed = [item for item in slices if item.begin <= end and begin <= item.end <= end + TOLERANCE]
+    return max(completed, key=lambda item: item.begin).axis if completed else ""
+
+
+def without(begin: float, end: float, removed: Sequence[Interval]) -> list[Interval]:
+    """Returns an interval without others, which are in order and do not overlap."""
+    left: list[Interval] = []
+    for first, last in removed:
+        if first > begin and first < end:
+            left.append((begin, first))
+        begin = max(begin, last) if first < end else begin
+    return [*left, (begin, end)] if begin < end else left
+
+
+def union(intervals: Iterable[Interval]) -> list[Interval]:
+    """Returns intervals that cover the same time, in order and without overlap."""
+    merged: list[Interval] = []
+    for begin, end in sorted(intervals):
+        if merged and begin <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
+        else:
+            merged.append((begin, end))
+    return merged
+
+
+def divide_interval(begin: float, end: float, slices: Iterable[CollectiveSlice]) -> dict[str, float]:
+    """Divides an interval among the axes of the collectives in flight, of which the one that is completed first counts.
+    The axis "" is the time without a collective.
+    """
+    inside = [item for item in slices if item.begin < end and item.end > begin]
+    cuts = sorted({begin, end, *(min(max(t, begin), end) for item in inside for t in (item.begin, item.end))})
+    parts: dict[str, float] = {}
+    for left, right in pairwise(cuts):
+        flying = [item for item in inside if item.begin <= left and item.end >= right]
+        axis = min(flying, key=lambda item: item.end).axis if flying else ""
+        parts[axis] = parts.get(axis, 0.0) + right - left
+    return parts
+
+
+def exposed_on_device(
+    step: StepSpans, communication: Iterable[tuple[float, float, str]], kernels: Sequence[Interval]
+) -> ExposedStep:
+    """Returns how long kernels of NCCL ran while no other kernel did, by axis."""
+    seconds: dict[str, float] = {}
+    by_axis: dict[str, list[Interval]] = {}
+    for begin, end, axis in communication:
+        if step.begin <= begin < step.end:
+            by_axis.setdefault(axis, []).append((begin, end))
+    for axis, intervals in by_axis.items():
+        covered = union(intervals)
+        total = sum(end - begin for begin, end in covered)
+        seconds[axis] = (total - overlap(covered, kernels)) / 1e6
+    return ExposedStep(step.place.rank, step.step, seconds)
+
+
+def overlap(first: Sequence[Interval], second: Sequence[Interval]) -> float:
+    """Returns the length of the time that two lists of intervals, each without overlap and in order, share."""
+    shared, left, right = 0.0, 0, 0
+    while left < len(first) and right < len(second):
+        shared += max(0.0, min(first[left][1], second[right][1]) - max(first[left][0], second[right][0]))
+        if first[left][1] < second[right][1]:
+            left += 1
+        else:
+            right += 1
+    return shared
