@@ -18,10 +18,11 @@ MAX_CELLS = 16_000
 """Cells of the heat map; with many ranks the bins are wider."""
 MAX_RANKS = 512
 """Ranks that have a row. Of more ranks, the slowest ones are shown."""
-SCALE = (0.02, 0.98)
-"""The quantiles of the cells at which the colours begin and end, so that one stall does not hide everything else."""
-MIN_SPREAD = 1.5
-"""The scale reaches from its low end to at least so many times of it: noise is not shown as a pattern."""
+SCALE = (0.02, 0.5, 0.98)
+"""The quantiles of the cells at which the colours begin, the median, and those at which they end."""
+MIN_SPREAD, MAX_SPREAD = 1.5, 2.0
+"""The scale reaches to at least so many times its low end, so that noise is no pattern, and to at most so many times the
+median, so that the slow first steps of an attempt do not hide a slow rank."""
 
 Cells = NDArray[np.float64]
 
@@ -66,9 +67,9 @@ def bin_means(table: StepTable, values: Cells, low: int, high: int, columns: int
 
 
 def describe_cells(cells: Cells) -> dict[str, Any]:
-    low, high = (float(quantile) for quantile in np.nanquantile(cells, SCALE))
+    low, median, high = (float(quantile) for quantile in np.nanquantile(cells, SCALE))
     return {
         "cells": [shorten(row, 3) for row in cells],
         "means": shorten(np.nanmean(cells, axis=1)),
-        "scale": [low, max(high, low * MIN_SPREAD)],
+        "scale": [low, max(low * MIN_SPREAD, min(high, median * MAX_SPREAD))],
     }

@@ -63,7 +63,8 @@ def describe_timeline(history: RunHistory, step: int | None) -> dict[str, Any]:
     newest = [int(table.step[-1]) for table in tables.values()]
     step = min(newest) if step is None else min(step, max(newest))
     records = {rank: record for rank, table in tables.items() if (record := last_row(table, step)) is not None}
-    rows = [row for rank in records if (row := read_spans(history.folder.spans(rank), rank, step)) is not None]
+    found = [read_spans(history.folder.spans(rank), rank, record) for rank, record in records.items()]
+    rows = [row for row in found if row is not None]
     complete = len(rows) == len(records)
     if not complete:
         rows = [row_from_record(rank, record) for rank, record in records.items()]
@@ -99,8 +100,8 @@ def row_from_record(rank: int, record: StepTable) -> TimelineRow:
     return row
 
 
-def read_spans(path: Path, rank: int, step: int) -> TimelineRow | None:
-    """The row of a step from the spans that a rank has written, as an untrusted file; None if it is not there."""
+def read_spans(path: Path, rank: int, record: StepTable) -> TimelineRow | None:
+    """The row of a recorded step from the spans that a rank has written, as an untrusted file; None if it is not there."""
     try:
         with open_regular_file(path) as file:
             size = os.fstat(file.fileno()).st_size
@@ -109,30 +110,30 @@ def read_spans(path: Path, rank: int, step: int) -> TimelineRow | None:
             tail = file.read(TAIL_BYTES)
     except OSError:
         return None
-    place = tail.rfind(b'"step":%d,"begin":' % step)
-    record = parse_event(line_around(tail, place)) if place >= 0 else None
-    if record is None or record.get("kind") != "step":
+    place = tail.rfind(b'{"kind":"step","attempt":%d,"step":%d,' % (record.attempt[0], record.step[0]))
+    span = parse_event(line_around(tail, place)) if place >= 0 else None
+    if span is None:
         return None
     about = tail.rfind(b'{"kind":"rank",', 0, place)
     offset = (parse_event(line_around(tail, about) if about >= 0 else head) or {}).get("clock_offset")
-    begin = finite_number(record.get("begin"))
+    begin = finite_number(span.get("begin"))
     if begin is None:
         return None
     row = TimelineRow(rank, begin - (finite_number(offset) or 0.0))
-    row.spans = list(parse_phases(record))
+    row.spans = list(parse_phases(span))
     row.waits = [
         (begin, end)
-        for pair in as_list(record.get("waits"))
+        for pair in as_list(span.get("waits"))
         if (begin := pair_at(pair, 0)) <= (end := pair_at(pair, 1))
     ]
     return row if row.spans else None
 
 
-def parse_phases(record: Event) -> Iterator[tuple[float, float, int, str]]:
+def parse_phases(span: Event) -> Iterator[tuple[float, float, int, str]]:
     """Yields (begin, end, index of the phase, label); the label of a pass of a pipeline is its micro-batch."""
-    entries = [entry for entry in as_list(record.get("phases")) if isinstance(entry, list) and len(entry) == 2]
-    actions = iter(as_list(record.get("actions")))
-    ends = [*(entry[1] for entry in entries[1:]), record.get("end")]
+    entries = [entry for entry in as_list(span.get("phases")) if isinstance(entry, list) and len(entry) == 2]
+    actions = iter(as_list(span.get("actions")))
+    ends = [*(entry[1] for entry in entries[1:]), span.get("end")]
     for (phase, begin), end in zip(entries, ends, strict=True):
         label = ""
         if phase in ("forward", "backward"):

@@ -22,6 +22,8 @@ FRESH_SECONDS = 0.5
 class WatchedRun:
     """A run folder as the page shows it. Its methods may be called from several threads.
 
+    Nothing is read before the first reader asks.
+
     Args:
         number: the number of the run on this page, which is its name in addresses.
         folder: the run folder.
@@ -32,7 +34,7 @@ class WatchedRun:
         self.name = folder.root.resolve().name or "/"
         self.version = 0
         """changes whenever the records of the run have"""
-        self._history = RunHistory(folder)
+        self._history: RunHistory | None = None
         self._lock = threading.Lock()
         self._updated = 0.0
         self._seen: tuple[Any, ...] = ()
@@ -40,19 +42,22 @@ class WatchedRun:
 
     @property
     def is_alive(self) -> bool:
-        return self._history.is_alive
+        """Whether the run trained when it was last read."""
+        return self._history is not None and self._history.is_alive
 
     @property
     def config(self) -> dict[str, Any]:
-        return self._history.config
+        """The content of run.toml."""
+        with self._lock:
+            return self._updated_history().config
 
     def answer(self, question: str, build: Callable[[RunHistory], Any]) -> bytes:
         """Returns what `build` makes of the history as JSON, or what it made of the same records before."""
         with self._lock:
-            self._update()
+            history = self._updated_history()
             found = self._answers.get(question)
             if found is None or found[0] != self.version:
-                found = self._answers[question] = (self.version, encode(build(self._history)))
+                found = self._answers[question] = (self.version, encode(build(history)))
                 while len(self._answers) > MAX_ANSWERS:
                     self._answers.popitem(last=False)
             self._answers.move_to_end(question)
@@ -61,18 +66,23 @@ class WatchedRun:
     def snapshot(self) -> bytes:
         """Returns the state of the run at this moment as JSON, without its series."""
         with self._lock:
-            self._update()
+            history = self._updated_history()
             about = {"id": self.number, "name": self.name, "version": self.version}
-            return encode(about | describe_run(self._history, time.time()))
+            return encode(about | describe_run(history, time.time()))
 
-    def _update(self) -> None:
-        if self._seen and time.monotonic() - self._updated < FRESH_SECONDS:
-            return
+    def _updated_history(self) -> RunHistory:
+        """Returns the history, read again unless that was a moment ago."""
+        if self._history is None:
+            self._history = RunHistory(self.folder)
+        elif time.monotonic() - self._updated < FRESH_SECONDS:
+            return self._history
+        else:
+            self._history.update()
         history = self._history
-        history.update()
         self._updated = time.monotonic()
         newest = history.newest_attempt
         seen = (len(history.steps()), history.newest_record, len(history.attempts), newest and newest.outcome)
         if seen != self._seen:
             self._seen = seen
             self.version += 1
+        return history

@@ -75,8 +75,10 @@ function drawCurves() {
   resetButton.setAttribute("aria-pressed", String(!state.range));
   for (const [figure, chart] of Object.entries(charts)) {
     showCurve(chart, shown.map((run) => ({ ...state.curves.get(run.id)[figure], steps: state.curves.get(run.id).step,
-      color: run.color, name: run.name })), marks);
+      color: run.color, name: run.name })), marks, figure === "loss" ? heldOut(selected) : []);
   }
+  charts.loss.title.textContent = heldOut(selected).length ? "Loss; circles: held-out loss" : "Loss";
+  charts.throughput.title.textContent = `Throughput, ${state.runs[state.selected]?.unit || "tokens"} per second`;
   if (!selected) return;
   showStack(phaseChart, selected.step, selected.phases, marks);
   setNote(section("phases"), `${bin > 1 ? "means per point" : "every step"}; orange is exposed communication, and the bubble of a pipeline`);
@@ -86,6 +88,13 @@ function drawCurves() {
 
 function attemptMarks(curves) {
   return (curves?.attempts || []).slice(1).map(({ number, step }) => ({ step, label: `attempt ${number}` }));
+}
+
+/** The held-out losses within the range that is shown. */
+function heldOut(curves) {
+  const [from, to] = curves?.range || [0, 0];
+  const last = new Map((curves?.evaluations || []).filter(([step, loss]) => loss !== null && step >= from && step <= to));
+  return [...last].sort(([one], [other]) => one - other);
 }
 
 async function refreshTimeline() {

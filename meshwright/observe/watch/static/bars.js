@@ -5,7 +5,7 @@ import * as format from "./format.js";
 export const PART_COLORS = {
   productive: "green", data: "gold", "exposed communication": "orange", bubble: "violet", straggler: "red",
   checkpoint: "teal", evaluation: "sky", callback: "lime", bookkeeping: "brown", start: "slate", compile: "blue",
-  skipped: "warn", "lost work": "bad", stalled: "ink", restart: "pink", idle: "grey", end: "faint",
+  skipped: "warn", "lost work": "bad", stalled: "ink", restart: "pink", idle: "grey", end: "sand",
 };
 const MEMORY_COLORS = {
   parameter: "blue", gradient: "teal", optimizer: "violet", buffer: "brown", activation: "green",

@@ -17,8 +17,8 @@ export class StepChart {
     this.options = options;
     this.readout = el("span", { class: "readout" });
     this.host = el("div", { class: "plot" });
-    this.box = el("div", { class: options.full ? "chart full" : "chart" },
-      el("h3", {}, el("span", {}, title), this.readout), this.host);
+    this.title = el("span", {}, title);
+    this.box = el("div", { class: options.full ? "chart full" : "chart" }, el("h3", {}, this.title, this.readout), this.host);
     parent.append(this.box);
     this.marks = [];
     this.shape = "";
@@ -115,16 +115,20 @@ function paddedRange(low, high, zero) {
   return [low - margin, high + margin];
 }
 
-/** Shows one figure of all runs: {color, name, steps, low, mean, high} each. */
-export function showCurve(chart, runs, marks) {
+/** Shows one figure of all runs: {color, name, steps, low, mean, high} each, and `dots`: [step, value] pairs. */
+export function showCurve(chart, runs, marks, dots = []) {
   const present = runs.filter((run) => run.steps.length);
-  const shape = present.map((run) => run.color).join();
+  const shape = `${present.map((run) => run.color).join()} ${dots.length > 0}`;
   const series = present.flatMap((run) => [
     { stroke: color(run.color), width: 1.6, spanGaps: true, points: { show: run.steps.length < 2 } },
     { stroke: "transparent", width: 0, points: { show: false } }, { stroke: "transparent", width: 0, points: { show: false } },
   ]);
   const bands = present.map((run, index) => ({ series: [3 * index + 3, 3 * index + 2], fill: color(run.color, 0.22) }));
   const tables = present.map((run) => [run.steps, run.mean, run.low, run.high]);
+  if (dots.length) {
+    series.push({ stroke: color("ink"), width: 0, points: { show: true, size: 6, width: 1.5, fill: color("card") } });
+    tables.push([dots.map(([step]) => step), dots.map(([, value]) => value)]);
+  }
   const data = tables.length > 1 ? uPlot.join(tables) : tables[0] || [[]];
   const text = chart.options.format;
   chart.show(shape, series, bands, data, marks, (index) => present.map((run) => {

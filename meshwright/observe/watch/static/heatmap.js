@@ -79,22 +79,24 @@ export class HeatMap {
   }
 
   drawLabels(context, width, rows) {
-    const every = Math.ceil(15 / this.rowHeight);
+    const rowsPerLabel = Math.ceil(15 / this.rowHeight);
     context.fillStyle = color("faint");
     context.textBaseline = "middle";
     context.textAlign = "right";
-    for (let row = 0; row < rows; row += every) {
+    for (let row = 0; row < rows; row += rowsPerLabel) {
       context.fillText(`rank ${this.data.ranks[row]}`, LEFT - 8, (row + 0.5) * this.rowHeight);
     }
     context.textBaseline = "top";
     const [from, to] = this.data.range;
-    const places = Math.max(2, Math.floor((width - LEFT) / 130));
-    for (let place = 0; place <= places; place += 1) {
-      const x = LEFT + ((width - LEFT) * place) / places;
-      context.textAlign = place === 0 ? "left" : place === places ? "right" : "center";
-      context.fillText(`${place === 0 ? "step " : ""}${format.integer(from + ((to - from) * place) / places)}`, x,
-        rows * this.rowHeight + 7);
+    const every = roundStep((to - from) / Math.max(2, Math.floor((width - LEFT) / 110)));
+    context.textAlign = "center";
+    for (let step = Math.ceil(from / every) * every; step < to; step += every) {
+      const x = LEFT + ((step + 0.5 - from) * (width - LEFT)) / (to - from);
+      const text = format.integer(step);
+      if (x + context.measureText(text).width / 2 < width) context.fillText(text, x, rows * this.rowHeight + 7);
     }
+    context.textAlign = "right";
+    context.fillText("step", LEFT - 8, rows * this.rowHeight + 7);
   }
 
   /** Says in words what the colours show: which rank is slower than the others, and by how much. */
@@ -149,6 +151,12 @@ export class HeatMap {
     const where = first === last ? `step ${format.integer(first)}` : `steps ${format.integer(first)} to ${format.integer(last)}`;
     placeTip(this.tip, this.box, x, y, `rank ${data.ranks[row]}, ${where}: local ${text(data.local.cells[row][column])}, step ${text(data.seconds.cells[row][column])}`);
   }
+}
+
+/** The next of 1, 2, 5, 10, 20, ... */
+function roundStep(value) {
+  const power = 10 ** Math.floor(Math.log10(Math.max(1, value)));
+  return [1, 2, 5, 10].find((factor) => factor * power >= value) * power;
 }
 
 const clamp = (value, size) => Math.max(0, Math.min(size - 1, value));

@@ -30,7 +30,7 @@ export class LogTail {
     const answer = await this.load(this.rank.value || "0", this.attempt.value);
     if (!answer) return;
     const follows = this.text.scrollTop + this.text.clientHeight >= this.text.scrollHeight - 24;
-    setNote(this.section, answer.attempt ? `attempt ${answer.attempt}, the last ${answer.lines.length} lines` : "");
+    setNote(this.section, answer.lines.length ? `attempt ${answer.attempt}, the last ${answer.lines.length === 1 ? "line" : `${answer.lines.length} lines`}` : "");
     const text = answer.lines.join("\n") || (answer.found ? "The rank has printed nothing so far." : "There is no log of this rank: ranks that torchrun starts print to their terminal.");
     if (this.text.textContent !== text) this.text.textContent = text;
     if (follows) this.text.scrollTop = this.text.scrollHeight;

@@ -29,7 +29,7 @@ function progress(run) {
       ["steps done", `${format.integer(figures.done)} of ${format.integer(figures.steps)} (${format.percent(share)})`],
       [run.unit, `${format.count(figures.tokens_per_second)} per second`],
       ["samples", `${format.number(figures.samples_per_second)} per second`],
-      ["goodput since the begin", `${format.number(figures.goodput)} samples per second`],
+      ["goodput, whole run", `${format.number(figures.goodput)} samples per second`],
       ["time left", running ? format.seconds(figures.eta_seconds) : "–"],
     ]));
 }

@@ -4,10 +4,7 @@ import * as format from "./format.js";
 
 const LEFT = 62;
 const BOTTOM = 22;
-const KIND_COLORS = {
-  fetch: "gold", copy: "brown", forward: "blue", backward: "teal", "backward input": "teal", "backward weight": "violet",
-  sync: "orange", update: "green", wait: "orange",
-};
+const KIND_COLORS = { fetch: "gold", copy: "brown", forward: "blue", backward: "teal", sync: "wait", update: "green" };
 
 /** Draws the timeline that the server gives for a step; `onStep(step)` asks for another one, null for the newest. */
 export class StepTimeline {
