@@ -83,6 +83,11 @@ class HttpServer:
     def start(self) -> None:
         self._thread.start()
 
+    def wait(self) -> None:
+        """Waits until the server has ended."""
+        while self._thread.is_alive():
+            self._thread.join(timeout=1)
+
     def stop(self) -> None:
         """Ends the server and waits for its thread."""
         self._server.should_exit = True

@@ -10,8 +10,7 @@ import pytest
 from synthetic_run import write_run
 
 from meshwright.observe.watch.http_server import HttpServer
-from meshwright.observe.watch.page import make_page
-from meshwright.observe.watch.watched_run import WatchedRun
+from meshwright.observe.watch.page.routes import make_page
 from meshwright.telemetry.run_folder import RunFolder
 
 CHROMIUM = "/usr/bin/chromium"
@@ -34,8 +33,7 @@ def serve():
     servers: list[HttpServer] = []
 
     def start(*folders: Path) -> str:
-        runs = [WatchedRun(number, RunFolder(folder)) for number, folder in enumerate(folders)]
-        servers.append(HttpServer(make_page(runs)))
+        servers.append(HttpServer(make_page([RunFolder(folder) for folder in folders])))
         servers[-1].start()
         return servers[-1].address
 

@@ -11,15 +11,15 @@ import pytest
 from starlette.testclient import TestClient
 from synthetic_run import write_run
 
-from meshwright.observe.watch.page import make_page
+from meshwright.observe.watch.page.routes import make_page
+from meshwright.observe.watch.page.watched_run import WatchedRun
 from meshwright.observe.watch.security import RequestGuard
-from meshwright.observe.watch.watched_run import WatchedRun
 from meshwright.telemetry.run_folder import RunFolder
 
 
 def page(*folders: Path) -> TestClient:
-    runs = [WatchedRun(number, RunFolder(folder)) for number, folder in enumerate(folders)]
-    return TestClient(RequestGuard(make_page(runs), "127.0.0.1"), base_url="http://127.0.0.1")
+    application = make_page([RunFolder(folder) for folder in folders])
+    return TestClient(RequestGuard(application, "127.0.0.1"), base_url="http://127.0.0.1")
 
 
 @pytest.fixture(scope="module")

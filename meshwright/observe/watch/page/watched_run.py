@@ -9,8 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from meshwright.history.run_history import RunHistory
-from meshwright.observe.watch.answers import encode
-from meshwright.observe.watch.run_state import describe_run
+from meshwright.observe.watch.page.answers import encode
+from meshwright.observe.watch.page.run_state import describe_run
 from meshwright.telemetry.run_folder import RunFolder
 
 MAX_ANSWERS = 64
@@ -35,6 +35,7 @@ class WatchedRun:
         self.version = 0
         """changes whenever the records of the run have"""
         self._history: RunHistory | None = None
+        self._copy: RunHistory | None = None
         self._lock = threading.Lock()
         self._updated = 0.0
         self._seen: tuple[Any, ...] = ()
@@ -62,6 +63,14 @@ class WatchedRun:
                     self._answers.popitem(last=False)
             self._answers.move_to_end(question)
             return found[1]
+
+    def updated_copy(self) -> RunHistory:
+        """Returns a history for one thread that reads it at its own pace, such as the one that collects metrics."""
+        if self._copy is None:
+            self._copy = RunHistory(self.folder)
+        else:
+            self._copy.update()
+        return self._copy
 
     def snapshot(self) -> bytes:
         """Returns the state of the run at this moment as JSON, without its series."""

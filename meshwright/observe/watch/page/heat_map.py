@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 
 from meshwright.history.run_history import RunHistory
 from meshwright.history.step_table import StepTable
-from meshwright.observe.watch.answers import shorten
-from meshwright.observe.watch.curves import select_steps
+from meshwright.observe.watch.page.answers import shorten
+from meshwright.observe.watch.page.curves import select_steps
 
 COLUMNS = (20, 240)
 """The smallest and the largest number of bins."""
@@ -21,8 +21,8 @@ MAX_RANKS = 512
 SCALE = (0.02, 0.5, 0.98)
 """The quantiles of the cells at which the colours begin, the median, and those at which they end."""
 MIN_SPREAD, MAX_SPREAD = 1.5, 2.0
-"""The scale reaches to at least so many times its low end, so that noise is no pattern, and to at most so many times the
-median, so that the slow first steps of an attempt do not hide a slow rank."""
+"""The scale reaches to at least so many times its low end, so that noise is no pattern, and to at most so many times
+the median, so that the slow first steps of an attempt do not hide a slow rank."""
 
 Cells = NDArray[np.float64]
 

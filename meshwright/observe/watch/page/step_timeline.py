@@ -101,7 +101,7 @@ def row_from_record(rank: int, record: StepTable) -> TimelineRow:
 
 
 def read_spans(path: Path, rank: int, record: StepTable) -> TimelineRow | None:
-    """The row of a recorded step from the spans that a rank has written, as an untrusted file; None if it is not there."""
+    """The row of a recorded step from the spans of a rank, which are an untrusted file; None if it is not there."""
     try:
         with open_regular_file(path) as file:
             size = os.fstat(file.fileno()).st_size
@@ -122,9 +122,7 @@ def read_spans(path: Path, rank: int, record: StepTable) -> TimelineRow | None:
     row = TimelineRow(rank, begin - (finite_number(offset) or 0.0))
     row.spans = list(parse_phases(span))
     row.waits = [
-        (begin, end)
-        for pair in as_list(span.get("waits"))
-        if (begin := pair_at(pair, 0)) <= (end := pair_at(pair, 1))
+        (begin, end) for pair in as_list(span.get("waits")) if (begin := pair_at(pair, 0)) <= (end := pair_at(pair, 1))
     ]
     return row if row.spans else None
 

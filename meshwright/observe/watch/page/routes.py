@@ -19,15 +19,17 @@ from starlette.routing import BaseRoute, Route
 from meshwright.diagnose.run.diagnose import diagnose_run
 from meshwright.history.account import PARTS
 from meshwright.history.run_history import RunHistory
-from meshwright.observe.watch.answers import encode
-from meshwright.observe.watch.config_differences import config_differences
-from meshwright.observe.watch.curves import describe_curves
-from meshwright.observe.watch.heat_map import describe_heat_map
-from meshwright.observe.watch.log_tail import describe_log
-from meshwright.observe.watch.step_timeline import describe_timeline
-from meshwright.observe.watch.updates import Updates
-from meshwright.observe.watch.watched_run import WatchedRun
-from meshwright.telemetry.run_folder import MAX_ATTEMPT
+from meshwright.observe.metrics.collector import RunsCollector
+from meshwright.observe.metrics.endpoint import metrics_route
+from meshwright.observe.watch.page.answers import encode
+from meshwright.observe.watch.page.config_differences import config_differences
+from meshwright.observe.watch.page.curves import describe_curves
+from meshwright.observe.watch.page.heat_map import describe_heat_map
+from meshwright.observe.watch.page.log_tail import describe_log
+from meshwright.observe.watch.page.step_timeline import describe_timeline
+from meshwright.observe.watch.page.updates import Updates
+from meshwright.observe.watch.page.watched_run import WatchedRun
+from meshwright.telemetry.run_folder import MAX_ATTEMPT, RunFolder
 
 MAX_NUMBER = 1 << 53
 MAX_RANK = 9_999_999
@@ -150,6 +152,7 @@ def json_response(content: bytes) -> Response:
     return Response(content, media_type="application/json", headers={"cache-control": "no-store"})
 
 
-def make_page(runs: Sequence[WatchedRun], routes: Sequence[BaseRoute] = ()) -> Starlette:
-    """The application that shows some runs; `routes` are added to its own."""
-    return Starlette(routes=[*Page(runs).routes(), *routes])
+def make_page(folders: Sequence[RunFolder]) -> Starlette:
+    """The application that shows runs: the page, and their metrics. Nothing is read before the first request."""
+    runs = [WatchedRun(number, folder) for number, folder in enumerate(folders)]
+    return Starlette(routes=[*Page(runs).routes(), metrics_route(RunsCollector([run.updated_copy for run in runs]))])

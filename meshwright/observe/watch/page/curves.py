@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from meshwright.history.run_history import RunHistory
 from meshwright.history.step_table import DecimatedSteps, StepTable
-from meshwright.observe.watch.answers import shorten
+from meshwright.observe.watch.page.answers import shorten
 
 POINTS = (50, 800)
 """The smallest and the largest number of bins."""

@@ -11,7 +11,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
-from meshwright.observe.watch.watched_run import WatchedRun
+from meshwright.observe.watch.page.watched_run import WatchedRun
 
 RUNNING_SECONDS, ENDED_SECONDS = 1.0, 5.0
 """Seconds between two snapshots of a run that trains, and of one that does not."""
@@ -28,7 +28,7 @@ class Updates:
         self._runs = runs
         self._newest: dict[int, tuple[int, bytes]] = {}
         self._readers: set[asyncio.Event] = set()
-        self._tasks: list[asyncio.Task[None]] = []
+        self._tasks: dict[int, asyncio.Task[None]] = {}
         self._pool = ThreadPoolExecutor(max_workers=1, thread_name_prefix="meshwright-snapshot")
 
     @property
@@ -57,9 +57,9 @@ class Updates:
 
     def _start(self) -> None:
         """Starts the task of every run unless it runs already."""
-        self._tasks = [task for task in self._tasks if not task.done()]
-        if not self._tasks:
-            self._tasks = [asyncio.create_task(self._produce(run)) for run in self._runs]
+        for run in self._runs:
+            if run.number not in self._tasks or self._tasks[run.number].done():
+                self._tasks[run.number] = asyncio.create_task(self._produce(run))
 
     async def _produce(self, run: WatchedRun) -> None:
         """Makes the snapshots of one run until the last reader has gone."""
