@@ -22,7 +22,7 @@ def watch(
     import time
 
     from meshwright.history.run_history import RunHistory
-    from meshwright.observe.watch.run_state import describe_run
+    from meshwright.observe.watch.page.run_state import describe_run
     from meshwright.observe.watch.terminal_view import watch_in_terminal
     from meshwright.telemetry.run_folder import RunFolder
 
