@@ -10,7 +10,7 @@ from meshwright.io import read_json
 from meshwright.recover.incidents import Incident
 from meshwright.telemetry.events import Event
 from meshwright.telemetry.run_folder import RunFolder
-from meshwright.telemetry.untrusted_records import finite_number
+from meshwright.telemetry.untrusted_records import unix_time
 
 FAILURES = ("failed", "hang", "lost")
 """The outcomes after which a job continues from its newest checkpoint, if at all."""
@@ -51,7 +51,7 @@ class AttemptHistory:
     def started(self) -> float | None:
         """When the attempt began, in Unix seconds."""
         known = [time for time in (self.command_started, self.supervisor_started) if time is not None]
-        process = finite_number(self.start.get("process_started"))  # torchrun has started it
+        process = unix_time(self.start.get("process_started"))  # torchrun has started it
         return min(known, default=self.first_record if process is None else process)
 
     @property

@@ -8,7 +8,7 @@ from typing import Any
 
 from meshwright.recover.incidents import Incident
 from meshwright.telemetry.events import Event
-from meshwright.telemetry.untrusted_records import bounded_object, finite_number
+from meshwright.telemetry.untrusted_records import bounded_object, finite_number, unix_time
 
 MAX_TEXT = 4096
 """Characters of a text that are kept."""
@@ -99,7 +99,7 @@ FIELDS: dict[str, dict[str, Callable[[Any], Any]]] = {
     "end": {"steps": integer, "loss": finite_number, "stopped": text, "parameters_digest": text, "outside": numbers},
     "straggler": {"step": integer, "phase": text, "factor": finite_number, "seconds": finite_number, "message": text},
     "hang": {"message": text},
-    "attempt_start": {"restart": integer, "command_started": finite_number},
+    "attempt_start": {"restart": integer, "command_started": unix_time},
     "attempt_end": {},
     "command_end": {},
     "events_lost": {"count": integer, "message": text},
@@ -111,7 +111,7 @@ def clean_event(event: Event) -> Event | None:
     """The event with the fields of its kind; None if a number that its readers need is missing."""
     try:
         cleaned = {"kind": event["kind"], "attempt": integer(event.get("attempt")), "rank": integer(event.get("rank"))}
-        cleaned["time"] = finite_number(event.get("time"))
+        cleaned["time"] = unix_time(event.get("time"))
         return cleaned | {name: convert(event.get(name)) for name, convert in FIELDS[event["kind"]].items()}
     except InvalidField:
         return None

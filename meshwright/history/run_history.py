@@ -24,9 +24,9 @@ from meshwright.telemetry.run_folder import RunFolder, parse_attempt
 from meshwright.telemetry.untrusted_records import (
     RecordedCounters,
     bounded_object,
-    finite_number,
     parse_counters,
     parse_event,
+    unix_time,
 )
 
 LISTS = {
@@ -183,7 +183,7 @@ class RunHistory:
                 first = attempt.steps_recorded[0] if attempt.steps_recorded else int(rows.step[0])
                 attempt.steps_recorded = (first, int(rows.step[-1]))
                 for stamp in (rows.begin[0], rows.time[0], rows.time[-1]):
-                    attempt.saw(finite_number(float(stamp)))
+                    attempt.saw(unix_time(float(stamp)))
                 self._saw(attempt.last_record)
 
     def _receive(self, event: Event, rank: int) -> None:
@@ -219,7 +219,7 @@ class RunHistory:
         if rank == 0:
             attempt = self._attempt(number)
             attempt.start = bounded_object(event)
-            attempt.saw(finite_number(event.get("time")))
+            attempt.saw(unix_time(event.get("time")))
             self._saw(attempt.last_record)
 
     def _attempt(self, number: int) -> AttemptHistory:

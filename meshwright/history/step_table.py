@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from meshwright.telemetry.events import Event
 from meshwright.telemetry.phases import OUTSIDE_PHASES, STEP_PHASES
-from meshwright.telemetry.untrusted_records import MAX_NUMBER, WARMUP_STEPS
+from meshwright.telemetry.untrusted_records import MAX_NUMBER, MAX_TIME, WARMUP_STEPS
 
 EXPOSED_SOURCES = ("sync phase", "host waits", "device events", "profiler")
 """How the exposed communication of a step was measured."""
@@ -251,6 +251,9 @@ def parse_row(event: Event) -> list[float] | None:
     pipeline, experts = table(event.get("pipeline")), table(event.get("experts"))
     source = communication.get("exposed_source")
     plain = [number(event.get(name)) for name in PLAIN]
+    for index in (0, 1):
+        if not 0 <= plain[index] < MAX_TIME:
+            plain[index] = nan
     if plain[1] != plain[1]:
         plain[1] = plain[0] - seconds  # a record without `begin` is written when the step ends
     exposed = number(communication.get("exposed_seconds"))
@@ -274,7 +277,7 @@ def parse_row(event: Event) -> list[float] | None:
     ]
 
 
-MAX_SECONDS = 1e9
+MAX_SECONDS = 1e6
 """A longer step is not a step."""
 
 

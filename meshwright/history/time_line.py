@@ -15,6 +15,8 @@ from meshwright.telemetry.untrusted_records import bounded_object
 CLOCK_TOLERANCE = 2 * NANOSECONDS
 """A step that begins this long before the previous one has ended shows that the clock was set back. On CUDA the host
 queues a step before the previous one has ended on the device."""
+MAX_SHIFT = 10**18
+"""Nanoseconds by which the times of an attempt are shifted at most; records that need more are not corrected."""
 OTHER_SECONDS = 5.0
 """The loop needs less time between two steps, besides evaluation, saves and callbacks."""
 OUTSIDE_PARTS = {"evaluate": "evaluation", "save": "checkpoint", "callback": "callback"}
@@ -130,7 +132,7 @@ class TimeLine:
         begin = end - np.round(seconds * NANOSECONDS).astype(np.int64)
         back = np.maximum(0, end[:-1] - begin[1:])
         back = np.where(back > CLOCK_TOLERANCE + (end - begin)[:-1], back, 0)
-        if back.any():
+        if 0 < back.astype(np.float64).sum() < MAX_SHIFT:
             self.notes.append(f"the clock was set back during attempt {attempt.number}: later times are shifted")
             shift = np.concatenate([[0], np.cumsum(back)])
             begin, end = begin + shift, end + shift

@@ -13,6 +13,8 @@ MAX_TABLE_ROWS = 256
 """Rows of a table, and entries of an object, that are read."""
 MAX_NUMBER = 1 << 62
 """Larger numbers are treated as missing."""
+MAX_TIME = 4e9
+"""The largest time in Unix seconds; its nanoseconds fit 64 bits."""
 WARMUP_STEPS = 2
 """The first steps of an attempt, which are slower because of one-time work, and are not timed."""
 
@@ -44,6 +46,12 @@ def finite_number(value: Any) -> float | None:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) < MAX_NUMBER:
         return None
     return float(value) if isfinite(value) else None
+
+
+def unix_time(value: Any) -> float | None:
+    """Returns a time in Unix seconds, between 1970 and 2096, or None."""
+    number = finite_number(value)
+    return number if number is not None and 0 <= number < MAX_TIME else None
 
 
 def natural_number(value: Any) -> int | None:
