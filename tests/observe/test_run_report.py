@@ -20,6 +20,7 @@ from meshwright import train
 from meshwright.cli import main
 from meshwright.errors import ConfigError
 from meshwright.history import event_tail
+from meshwright.io import format_seconds
 from meshwright.observe.report.compared_figures import NEWEST_STEPS
 from meshwright.observe.report.report_text import show_report
 from meshwright.observe.report.run_report import build_report
@@ -166,6 +167,24 @@ def test_report_json_has_every_figure(runs, capsys):
     assert answer["bytes_equal"] is True
     assert {row["figure"] for row in answer["figures"]} >= {"step time", "tokens/s", "tensors", "exposed comm (sync)"}
     assert answer["communication"][0]["equal"] is True
+
+
+@pytest.mark.parametrize(
+    ("name", "mechanism"),
+    {
+        "ddp": "Replicate 2: each replica",
+        "fsdp": "Shard 2: parameters",
+        "pipeline": "Pipeline 2: 4 layers over 2 ranks",
+        "experts": "Expert 2: 4 experts per layer",
+    }.items(),
+)
+def test_page_of_a_run_explains_its_layout(name, mechanism, runs):
+    result = report(runs / name)
+    page = result.to_html()
+    assert mechanism in page
+    assert f"Step time: {format_seconds(result.row('step', 'step time').measured)}, predicted" in page
+    assert "Timeline of a step" in page
+    assert result.measurements.steps[0].exposed_source == "host waits"
 
 
 @pytest.mark.parametrize("make", [lambda path: None, Path.mkdir, Path.touch], ids=["nothing", "empty", "file"])
@@ -325,7 +344,8 @@ def test_custom_model_is_predicted(tmp_path):
 
 
 def test_report_imports_no_torch(runs):
-    code = f"import sys; from meshwright.cli import main; main(['report', {str(runs / 'ddp')!r}])\n"
+    arguments = ["report", str(runs / "ddp"), "--html", str(runs / "ddp.html")]
+    code = f"import sys; from meshwright.cli import main; main({arguments!r})\n"
     code += "assert 'torch' not in sys.modules"
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
 

@@ -25,7 +25,7 @@ MICROSECONDS = 1e6
 
 
 @dataclass(frozen=True)
-class StepSpans:
+class StepTimeline:
     """One step of one rank: (phase, begin, end) of every entry, in seconds of the clock of rank 0."""
 
     begin: float
@@ -55,7 +55,7 @@ def timeline_section(history: RunHistory, attempt: int, near: float | None) -> S
     return draw(step, rows, len(history.ranks))
 
 
-def draw(step: int, rows: Mapping[int, StepSpans], ranks: int) -> Section:
+def draw(step: int, rows: Mapping[int, StepTimeline], ranks: int) -> Section:
     first, last = min(row.begin for row in rows.values()), max(row.end for row in rows.values())
     scale = WIDTH / (last - first) if last > first else 0.0
 
@@ -82,7 +82,7 @@ def draw(step: int, rows: Mapping[int, StepSpans], ranks: int) -> Section:
     return Section("Timeline of a step", [sentence], tables=[Table(headings, table)], bars=[chart], notes=[note])
 
 
-def read_spans(path: Path, attempt: int) -> dict[int, StepSpans]:
+def read_spans(path: Path, attempt: int) -> dict[int, StepTimeline]:
     """The steps of an attempt in the last TAIL_BYTES of an untrusted file, by number."""
     try:
         with open_regular_file(path) as file:
@@ -93,7 +93,7 @@ def read_spans(path: Path, attempt: int) -> dict[int, StepSpans]:
     except OSError:
         return {}
     offset = finite_number(head.get("clock_offset")) or 0.0
-    steps: dict[int, StepSpans] = {}
+    steps: dict[int, StepTimeline] = {}
     for record in map(parse_event, lines):
         if record is None or record.get("attempt") != attempt:
             continue
@@ -104,7 +104,7 @@ def read_spans(path: Path, attempt: int) -> dict[int, StepSpans]:
     return steps
 
 
-def parse_spans(record: Mapping[str, Any], offset: float) -> tuple[int, StepSpans] | None:
+def parse_spans(record: Mapping[str, Any], offset: float) -> tuple[int, StepTimeline] | None:
     """(step, spans) of a record; None if it is not one. `offset` is what the rank's clock is ahead of rank 0's."""
     step, begin, end = natural_number(record.get("step")), finite_number(record.get("begin")), micro(record.get("end"))
     phases, waits = record.get("phases"), record.get("waits")
@@ -112,7 +112,7 @@ def parse_spans(record: Mapping[str, Any], offset: float) -> tuple[int, StepSpan
         return None
     begin -= offset
     starts = [(entry[0], at) for entry in phases if is_pair(entry) and (at := micro(entry[1])) is not None]
-    ends = [at for _, at in starts[1:]] + [end]
+    ends = [*(at for _, at in starts), end][1:]
     entries = [
         (phase, begin + at, begin + max(at, until))
         for (phase, at), until in zip(starts, ends, strict=True)
@@ -122,7 +122,7 @@ def parse_spans(record: Mapping[str, Any], offset: float) -> tuple[int, StepSpan
     found = [(begin + low, begin + high) for low, high in map(micro_pair, pairs) if 0 <= low <= high]
     synced = [(low, high) for phase, low, high in entries if phase == "sync"]
     inside = [wait for wait in found if not any(low <= sum(wait) / 2 <= high for low, high in synced)]
-    return step, StepSpans(begin, begin + end, entries, inside)
+    return step, StepTimeline(begin, begin + end, entries, inside)
 
 
 def is_pair(value: Any) -> bool:
