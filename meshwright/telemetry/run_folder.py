@@ -59,6 +59,11 @@ class RunFolder:
         """Spans of all ranks, and profiles of steps."""
         return self.root / "trace"
 
+    @property
+    def merged_trace(self) -> Path:
+        """The merged trace of all ranks, if `meshwright trace` has written it."""
+        return self.root / "trace.json.gz"
+
     def spans(self, rank: int) -> Path:
         """The newer spans of a rank, over all attempts."""
         return self.trace / f"rank-{rank:05d}.spans.jsonl"

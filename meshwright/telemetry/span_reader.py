@@ -70,7 +70,7 @@ class PhaseSpan:
 
 
 @dataclass(frozen=True)
-class StepSpans:
+class StepSpanRecord:
     """One step of a rank."""
 
     place: RankPlace
@@ -100,7 +100,7 @@ class OtherSpan:
     end: float
 
 
-Span = StepSpans | OtherSpan
+Span = StepSpanRecord | OtherSpan
 
 
 def span_ranks(folder: RunFolder) -> list[int]:
@@ -165,7 +165,7 @@ def parse_place(event: Event, rank: int) -> RankPlace:
     )
 
 
-def parse_step(event: Event, place: RankPlace) -> StepSpans | None:
+def parse_step(event: Event, place: RankPlace) -> StepSpanRecord | None:
     """Returns the spans of a step, or None for a record that is not one."""
     step, begin, end = natural_number(event.get("step")), parse_begin(event, place), event.get("end")
     entries, waits, actions = (event.get(name) for name in ("phases", "waits", "actions"))
@@ -177,7 +177,7 @@ def parse_step(event: Event, place: RankPlace) -> StepSpans | None:
         action = parse_pair(next(passes, None)) if name in ("forward", "backward") else None
         phases.append(PhaseSpan(name, begin + start, begin + stop, action))
     intervals = map(parse_pair, waits if isinstance(waits, list) else ())
-    return StepSpans(
+    return StepSpanRecord(
         place,
         place.attempt,
         step,
@@ -243,7 +243,7 @@ class RankHead:
         self._span = next(self._spans, None)
         if self._span is None:
             self.key = None
-        elif isinstance(self._span, StepSpans):
+        elif isinstance(self._span, StepSpanRecord):
             self.key = max(self.key, (self._span.attempt, self._span.step))
         else:
             self.key = max(self.key, (self._span.attempt, 0))

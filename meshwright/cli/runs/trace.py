@@ -14,9 +14,7 @@ def trace(
     steps: Annotated[
         str | None, option("FIRST:END", "steps to merge (default: the newest 100, and the profiled ones)")
     ] = None,
-    out: Annotated[
-        Path | None, option("FILE", "file to write, .json or .json.gz (default: RUN/trace/merged.json.gz)")
-    ] = None,
+    out: Annotated[Path | None, option("FILE", "file to write, .json or .json.gz (default: RUN/trace.json.gz)")] = None,
     json: Json = False,
 ) -> None:
     """Trace: merge what all ranks recorded into one trace that Perfetto opens, with who waited for whom."""

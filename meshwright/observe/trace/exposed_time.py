@@ -9,16 +9,20 @@ while a kernel of NCCL runs and no other kernel does.
 
 from __future__ import annotations
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
+
+from meshwright.diagnose.trace.intervals import Intervals
 from meshwright.errors import ConfigError
 from meshwright.observe.trace.collective_slices import TOLERANCE, CollectiveMatcher, CollectiveSlice
 from meshwright.observe.trace.profile_files import ProfilePath, ProfileReader, find_profiles
 from meshwright.telemetry.run_folder import RunFolder
-from meshwright.telemetry.span_reader import Interval, StepSpans, read_rank_spans
+from meshwright.telemetry.span_reader import Interval, StepSpanRecord, read_rank_spans
 from meshwright.telemetry.untrusted_records import finite_number
 
 POINT_TO_POINT = ("pipeline", "context")
@@ -33,7 +37,9 @@ class ExposedStep:
     rank: int
     step: int
     seconds: dict[str, float]
-    """axis -> seconds; they add up to the exposed communication of the step"""
+    """axis -> seconds. On CPU they add up to the exposed communication of the step; on CUDA two axes may communicate at
+    the same time
+    """
 
     @property
     def total(self) -> float:
@@ -49,14 +55,14 @@ def exposed_by_axis(folder: RunFolder) -> list[ExposedStep]:
         spans = [
             span
             for span in read_rank_spans(folder, profile.rank)
-            if isinstance(span, StepSpans) and span.step in profile.steps and span.attempt == profile.attempt
+            if isinstance(span, StepSpanRecord) and span.step in profile.steps and span.attempt == profile.attempt
         ]
         with suppress(ConfigError):
             steps += exposed_steps(profile, spans)
     return sorted(steps, key=lambda item: (item.step, item.rank))
 
 
-def exposed_steps(profile: ProfilePath, spans: Sequence[StepSpans]) -> list[ExposedStep]:
+def exposed_steps(profile: ProfilePath, spans: Sequence[StepSpanRecord]) -> list[ExposedStep]:
     """Returns the exposed communication of the steps of one profile."""
     reader = ProfileReader(profile)
     matcher = CollectiveMatcher(reader.head)
@@ -73,53 +79,35 @@ def exposed_steps(profile: ProfilePath, spans: Sequence[StepSpans]) -> list[Expo
             else:
                 kernels.append((start, start + duration))
     if reader.head.place.device == "cuda":
-        return [exposed_on_device(span, on_device, union(kernels)) for span in spans]
-    return [exposed_on_host(span, matcher.slices()) for span in spans]
+        return [exposed_on_device(span, on_device, intervals(kernels)) for span in spans]
+    slices = matcher.slices()
+    return [exposed_on_host(span, slices) for span in spans]
 
 
-def exposed_on_host(step: StepSpans, slices: Iterable[CollectiveSlice]) -> ExposedStep:
+def exposed_on_host(step: StepSpanRecord, slices: Iterable[CollectiveSlice]) -> ExposedStep:
     """Divides the waits and the `sync` phases of a step among the axes."""
-    own = [item for item in slices if item.step == step.step]
+    own = sorted((item for item in slices if item.step == step.step), key=lambda item: item.end)
     rest = next((axis for axis in POINT_TO_POINT if axis in step.place.coordinates), "control")
-    waits = union(step.waits)
-    parts = [(completed_axis(begin, end, own), end - begin) for begin, end in waits]
-    for phase in step.phases:
-        if phase.name == "sync":
-            for begin, end in without(phase.begin, phase.end, waits):
-                parts += divide_interval(begin, end, own).items()
+    syncs = intervals([(phase.begin, phase.end) for phase in step.phases if phase.name == "sync"])
+    parts = [(completed_axis(begin, end, own), end - begin) for begin, end in step.waits]
+    rest_of_sync = syncs - intervals(step.waits)
+    for begin, end in zip(rest_of_sync.start.tolist(), rest_of_sync.end.tolist(), strict=True):
+        parts += divide_interval(begin, end, own).items()
     seconds: dict[str, float] = {}
     for axis, microseconds in parts:
         seconds[axis or rest] = seconds.get(axis or rest, 0.0) + microseconds / 1e6
     return ExposedStep(step.place.rank, step.step, seconds)
 
 
-def completed_axis(begin: float, end: float, slices: Iterable[CollectiveSlice]) -> str:
+def completed_axis(begin: float, end: float, slices: Sequence[CollectiveSlice]) -> str:
     """Returns the axis of the collective that was completed during a wait, or an empty string. Of several ones, the
     one that was called last counts: a thread waits for what it has just called, while older ones complete as well.
+    The collectives are in the order of their completion.
     """
-    completed = [item for item in slices if item.begin <= end and begin <= item.end <= end + TOLERANCE]
+    first = bisect_left(slices, begin, key=lambda item: item.end)
+    last = bisect_right(slices, end + TOLERANCE, key=lambda item: item.end)
+    completed = [item for item in slices[first:last] if item.begin <= end]
     return max(completed, key=lambda item: item.begin).axis if completed else ""
-
-
-def without(begin: float, end: float, removed: Sequence[Interval]) -> list[Interval]:
-    """Returns an interval without others, which are in order and do not overlap."""
-    left: list[Interval] = []
-    for first, last in removed:
-        if first > begin and first < end:
-            left.append((begin, first))
-        begin = max(begin, last) if first < end else begin
-    return [*left, (begin, end)] if begin < end else left
-
-
-def union(intervals: Iterable[Interval]) -> list[Interval]:
-    """Returns intervals that cover the same time, in order and without overlap."""
-    merged: list[Interval] = []
-    for begin, end in sorted(intervals):
-        if merged and begin <= merged[-1][1]:
-            merged[-1] = (merged[-1][0], max(merged[-1][1], end))
-        else:
-            merged.append((begin, end))
-    return merged
 
 
 def divide_interval(begin: float, end: float, slices: Iterable[CollectiveSlice]) -> dict[str, float]:
@@ -137,28 +125,18 @@ def divide_interval(begin: float, end: float, slices: Iterable[CollectiveSlice])
 
 
 def exposed_on_device(
-    step: StepSpans, communication: Iterable[tuple[float, float, str]], kernels: Sequence[Interval]
+    step: StepSpanRecord, communication: Iterable[tuple[float, float, str]], kernels: Intervals
 ) -> ExposedStep:
     """Returns how long kernels of NCCL ran while no other kernel did, by axis."""
-    seconds: dict[str, float] = {}
     by_axis: dict[str, list[Interval]] = {}
     for begin, end, axis in communication:
         if step.begin <= begin < step.end:
             by_axis.setdefault(axis, []).append((begin, end))
-    for axis, intervals in by_axis.items():
-        covered = union(intervals)
-        total = sum(end - begin for begin, end in covered)
-        seconds[axis] = (total - overlap(covered, kernels)) / 1e6
+    seconds = {axis: (intervals(covered) - kernels).total / 1e6 for axis, covered in by_axis.items()}
     return ExposedStep(step.place.rank, step.step, seconds)
 
 
-def overlap(first: Sequence[Interval], second: Sequence[Interval]) -> float:
-    """Returns the length of the time that two lists of intervals, each without overlap and in order, share."""
-    shared, left, right = 0.0, 0, 0
-    while left < len(first) and right < len(second):
-        shared += max(0.0, min(first[left][1], second[right][1]) - max(first[left][0], second[right][0]))
-        if first[left][1] < second[right][1]:
-            left += 1
-        else:
-            right += 1
-    return shared
+def intervals(covered: Sequence[Interval]) -> Intervals:
+    """Returns the time that intervals cover."""
+    columns = np.array(covered, dtype=np.float64).reshape(-1, 2)
+    return Intervals.union(columns[:, 0], columns[:, 1])

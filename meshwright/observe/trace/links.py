@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
-from meshwright.telemetry.span_reader import Interval, PhaseSpan, StepSpans
+from meshwright.telemetry.span_reader import Interval, PhaseSpan, StepSpanRecord
 
 LINKED_MICROSECONDS = 20.0
 """Waits that are shorter are not linked: the rank found the others there."""
@@ -50,7 +50,7 @@ def link_arrivals(arrivals: Sequence[Arrival], track: str) -> list[WaitLink]:
     ]
 
 
-def matching_waits(steps: Sequence[StepSpans]) -> list[list[Arrival]]:
+def matching_waits(steps: Sequence[StepSpanRecord]) -> list[list[Arrival]]:
     """Returns the waits of one step that belong together, by rank; none where they cannot be told apart."""
     if len(steps) < 2 or len(steps) < steps[0].place.ranks:
         return []
@@ -64,18 +64,18 @@ def matching_waits(steps: Sequence[StepSpans]) -> list[list[Arrival]]:
     ]
 
 
-def last_sync(step: StepSpans) -> Interval | None:
+def last_sync(step: StepSpanRecord) -> Interval | None:
     """Returns the wait for the sum of the loss over all ranks, at the end of a step."""
     return next(((phase.begin, phase.end) for phase in reversed(step.phases) if phase.name == "sync"), None)
 
 
-def matching_syncs(steps: Sequence[StepSpans]) -> list[Arrival]:
+def matching_syncs(steps: Sequence[StepSpanRecord]) -> list[Arrival]:
     """Returns the last `sync` phase of every rank, or nothing if a rank is missing."""
     arrivals = [Arrival(step.place.rank, *sync) for step in steps if (sync := last_sync(step)) is not None]
     return arrivals if len(arrivals) > 1 and len(arrivals) >= steps[0].place.ranks else []
 
 
-def link_passes(steps: Sequence[StepSpans]) -> list[WaitLink]:
+def link_passes(steps: Sequence[StepSpanRecord]) -> list[WaitLink]:
     """Links the passes of a pipeline: a forward pass of a stage needs that of the stage before it, a backward pass that
     of the stage after it.
     """
@@ -91,16 +91,16 @@ def link_passes(steps: Sequence[StepSpans]) -> list[WaitLink]:
     return links
 
 
-def pipelines(steps: Sequence[StepSpans]) -> list[list[StepSpans]]:
+def pipelines(steps: Sequence[StepSpanRecord]) -> list[list[StepSpanRecord]]:
     """Returns the steps of the ranks of each pipeline: they differ in their pipeline coordinate only."""
-    found: dict[tuple[tuple[str, int], ...], list[StepSpans]] = {}
+    found: dict[tuple[tuple[str, int], ...], list[StepSpanRecord]] = {}
     for step in steps:
         key = tuple(item for item in step.place.coordinates.items() if item[0] != "pipeline")
         found.setdefault(key, []).append(step)
     return list(found.values())
 
 
-def first_passes(steps: Sequence[StepSpans]) -> dict[tuple[str, int, int], tuple[int, PhaseSpan]]:
+def first_passes(steps: Sequence[StepSpanRecord]) -> dict[tuple[str, int, int], tuple[int, PhaseSpan]]:
     """Returns (forward or backward, stage, micro-batch) -> rank and pass. A backward pass that is divided in two sends
     its gradient after the first part.
     """

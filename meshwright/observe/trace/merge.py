@@ -20,7 +20,7 @@ from meshwright.observe.trace.links import (
 from meshwright.observe.trace.profile_files import ProfilePath, ProfileReader, find_profiles
 from meshwright.observe.trace.trace_events import FIRST_LANE, FIRST_THREAD, TRACK_IDS, EventWriter
 from meshwright.telemetry.run_folder import RunFolder
-from meshwright.telemetry.span_reader import OtherSpan, Span, StepSpans, read_rank_spans, read_spans, span_ranks
+from meshwright.telemetry.span_reader import OtherSpan, Span, StepSpanRecord, read_rank_spans, read_spans, span_ranks
 from meshwright.telemetry.untrusted_records import finite_number
 
 DEFAULT_STEPS = 100
@@ -69,12 +69,12 @@ class MergedTrace:
 
     def selects(self, span: Span) -> bool:
         """Whether a span is merged: that of a step, or one directly before or after one."""
-        after = 0 if isinstance(span, StepSpans) else 1
+        after = 0 if isinstance(span, StepSpanRecord) else 1
         return any(steps.start <= span.step < steps.stop + after for steps in self.selected)
 
     def merge_spans(self, spans: Sequence[Span]) -> Iterator[str]:
         """Yields the slices of one step on all ranks, and the arrows between them."""
-        steps = list({span.place.rank: span for span in spans if isinstance(span, StepSpans)}.values())
+        steps = list({span.place.rank: span for span in spans if isinstance(span, StepSpanRecord)}.values())
         waits = matching_waits(steps)
         syncs = [] if waits else matching_syncs(steps)
         for span in spans:
@@ -91,7 +91,7 @@ class MergedTrace:
             yield self.writer.arrow("waited for", source, (link.target, TRACK_IDS[link.track], link.target_time))
 
     def step_slices(
-        self, step: StepSpans, syncs: Sequence[Arrival], waits: Sequence[Sequence[Arrival]]
+        self, step: StepSpanRecord, syncs: Sequence[Arrival], waits: Sequence[Sequence[Arrival]]
     ) -> Iterator[str]:
         """Yields the slices of one step on one rank."""
         rank, numbered, write = step.place.rank, {"step": step.step}, self.writer.slice

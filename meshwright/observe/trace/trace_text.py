@@ -51,7 +51,7 @@ def write_trace(run: Path, steps: str | None = None, out: Path | None = None) ->
     if steps is not None and len(ranges) != 1:
         raise ConfigError(f"--steps = {steps[:80]!r} is not one range", "expected FIRST:END, such as 10:13")
     merged = MergedTrace(folder, ranges[0] if ranges else None)
-    file = output_file(out, "--out") if out is not None else folder.trace / "merged.json.gz"
+    file = output_file(out, "--out") if out is not None else folder.merged_trace
     write_output(file, merged.lines(), "--out")
     return TraceSummary(
         str(out or file),

@@ -47,7 +47,7 @@ def tensor_run(tmp_path: Path) -> Path:
 
 def test_trace_shows_phases_waits_and_other_spans_on_aligned_clocks(tensor_run: Path) -> None:
     summary = write_trace(tensor_run)
-    events = read_trace(tensor_run / "trace" / "merged.json.gz")
+    events = read_trace(tensor_run / "trace.json.gz")
     check_format(events)
     assert (summary.ranks, summary.steps) == (2, 3)
     names = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
@@ -103,7 +103,7 @@ def test_pipeline_passes_are_linked_by_stage_and_micro_batch(tmp_path: Path) -> 
         log = write_rank(tmp_path, rank, {"pipeline": rank}, [step | {"end": 20_000, "waits": []}], stages=[rank])
         log.close()
     write_trace(tmp_path)
-    events = read_trace(tmp_path / "trace" / "merged.json.gz")
+    events = read_trace(tmp_path / "trace.json.gz")
     check_format(events)
     names = [e["name"] for e in slices(events, "pipeline", 1)]
     assert names == ["forward 0", "backward 0", "forward 1", "backward 1"]
@@ -156,4 +156,4 @@ def test_damaged_profiles_are_a_note_in_the_trace(tensor_run: Path, content: byt
     RunFolder(tensor_run).profile(0, range(0, 1), 1).write_bytes(content)
     summary = write_trace(tensor_run)
     assert summary.notes
-    check_format(read_trace(tensor_run / "trace" / "merged.json.gz"))
+    check_format(read_trace(tensor_run / "trace.json.gz"))

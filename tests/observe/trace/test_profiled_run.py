@@ -69,7 +69,7 @@ def test_merged_trace_names_the_rank_that_was_waited_for(run: RunFolder) -> None
     summary = write_trace(run.root)
     assert not summary.notes
     assert "tensor" in summary.exposed_seconds
-    events = read_trace(run.trace / "merged.json.gz")
+    events = read_trace(run.merged_trace)
     check_format(events)
     collectives = [e for e in slices(events, "collectives: tensor", 0) if e["args"]["step"] == 2]
     longest = max(collectives, key=lambda event: event["dur"])
