@@ -22,6 +22,9 @@ CAUSES = {
 }
 """Every class of causes, with its meaning. `docs/diagnose.md` describes them."""
 
+BROKEN = ("hang", "crash", "numerics", "replay")
+"""Causes of a run that is broken, in the order of their importance; they precede those of a slow one."""
+
 Confidence = Literal["high", "medium", "low"]
 
 

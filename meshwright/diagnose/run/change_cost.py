@@ -8,7 +8,7 @@ from typing import Any
 
 from meshwright.config import RunConfig, config_from_dict, config_to_dict, identity
 from meshwright.config.reader import merge, without_none
-from meshwright.diagnose.finding import Change, Finding
+from meshwright.diagnose.finding import BROKEN, Change, Finding
 from meshwright.diagnose.run.timed_steps import TimedSteps
 from meshwright.errors import ConfigError
 from meshwright.history.run_history import RunHistory
@@ -35,9 +35,11 @@ def changes_numbers(config: RunConfig, changed: RunConfig) -> bool:
 
 
 def with_costs(finding: Finding, history: RunHistory, steps: TimedSteps) -> Finding:
-    """The finding with the predicted step time after its change."""
+    """A finding of slow steps with the predicted step time after its change. The change of a broken run is not about
+    time.
+    """
     change = finding.change
-    if not change.settings or change.predicted_seconds is not None:
+    if not change.settings or change.predicted_seconds is not None or finding.cause in BROKEN:
         return finding
     try:
         changed = change_settings(steps.config, change.settings)

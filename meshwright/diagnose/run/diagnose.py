@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
-from meshwright.diagnose.finding import Change, Finding, MeasuredFigure
+from meshwright.diagnose.finding import BROKEN, Change, Finding, MeasuredFigure
 from meshwright.diagnose.run import crashes, hangs, numerics, replayed_samples
 from meshwright.diagnose.run.change_cost import with_costs
 from meshwright.diagnose.run.step_time import (
@@ -37,8 +37,6 @@ CLASSES: tuple[Callable[[RunHistory], Iterator[Finding]], ...] = (
 )
 """Every class of causes: a generator of findings from the history of a run."""
 
-BROKEN = ("hang", "crash", "numerics", "replay")
-"""Causes of a run that is broken, in the order of their importance; they precede those of a slow one."""
 BROKEN_VARIANTS = {("experts", "collapsed routing")}
 """Kinds of other classes that damage the trained model."""
 WEIGHTS = {"high": 1.0, "medium": 0.7, "low": 0.4}

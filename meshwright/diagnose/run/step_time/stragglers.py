@@ -210,7 +210,7 @@ def find_slow_stage(steps: TimedSteps) -> Finding | None:
     seconds = {phase: stage_seconds(steps, phase) for phase in ("forward", "backward")}
     total = seconds["forward"] + seconds["backward"]
     rates = total / costs
-    stage = int(np.argmax(rates))
+    stage = int(np.argmax(total))
     expected = float(np.median(np.delete(rates, stage)) * costs[stage])
     share = (float(total[stage]) - expected) / steps.duration
     if total[stage] < STAGE_RATIO * expected or share < STEADY_SHARE:
