@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.api.python_args import errors_for_python, given_path
 from meshwright.checkpoint.listing import CheckpointEntry, RunLineage, list_published, open_run_store
 from meshwright.config import RunConfig, TrackersConfig, config_from_dict
 from meshwright.diagnose.finding import Finding
 from meshwright.diagnose.run.change_cost import change_settings, changes_numbers
 from meshwright.diagnose.run.diagnose import diagnose_run
 from meshwright.diagnose.run.timed_steps import timed_steps
+from meshwright.diagnose.run.trial import ChangeTrial
 from meshwright.errors import ConfigError
 from meshwright.history.run_history import RunHistory
 from meshwright.io import read_json
@@ -30,38 +30,6 @@ TRIAL_STEPS = 20
 """Steps of each side of a trial, beyond those that warm up."""
 WARMUP_STEPS = 3
 """First steps of an attempt that are not timed: two that do work of their own, and one with counters."""
-CAME_TRUE = 0.5
-"""Share of the predicted gain that a trial must measure for the prediction to have come true."""
-
-
-@dataclass(frozen=True)
-class ChangeTrial:
-    """The change of a finding, run for a few steps in a temporary folder beside the unchanged settings."""
-
-    settings: tuple[str, ...]
-    first_step: int
-    """the step of the checkpoint that both sides start from; 0: their initial state"""
-    steps: int
-    changes_numbers: bool
-    """whether the run itself can only adopt the settings with --fork"""
-    before: float
-    """measured seconds per step with the settings of the run"""
-    predicted: float
-    """predicted seconds per step after the change, on the scale of `before`"""
-    after: float
-    """measured seconds per step after the change"""
-
-    @property
-    def came_true(self) -> bool:
-        return self.before - self.after >= CAME_TRUE * (self.before - self.predicted) > 0
-
-    @property
-    def sentence(self) -> str:
-        verdict = "came true" if self.came_true else "did not come true"
-        return (
-            f"the prediction {verdict}: {self.before * 1e3:.1f} ms per step before, {self.predicted * 1e3:.1f} ms "
-            f"predicted and {self.after * 1e3:.1f} ms measured with {', '.join(self.settings)}"
-        )
 
 
 @dataclass(frozen=True)
@@ -79,35 +47,27 @@ class RunDiagnosis:
         return {"run": str(self.folder), "findings": [one.to_json() for one in self.findings], "trial": trial}
 
 
-def diagnose(run: str | Path) -> RunDiagnosis:
-    """Diagnoses a run that is running, finished or failed, from its folder.
-
-    Args:
-        run: run folder; it is only read.
-
-    Returns:
-        RunDiagnosis: the findings, the most important first; a single finding `healthy` if there is no problem.
-
-    Raises:
-        ConfigError: the folder is not a run folder.
-    """
-    with errors_for_python():
-        folder = RunFolder(given_path(run, "run"))
-        return RunDiagnosis(folder.root, diagnose_run(RunHistory(folder)))
+def diagnose_folder(run: Path) -> RunDiagnosis:
+    """Diagnoses a run that is running, finished or failed. Its folder is only read."""
+    return RunDiagnosis(run, diagnose_run(RunHistory(RunFolder(run))))
 
 
 def try_first_finding(
-    run: str | Path, entry_points: Mapping[str, str], *, steps: int = TRIAL_STEPS, fork: bool = False
+    run: Path, entry_points: Mapping[str, str], *, steps: int = TRIAL_STEPS, fork: bool = False
 ) -> RunDiagnosis:
     """Diagnoses a run, and runs the change of its first finding for a few steps from the newest checkpoint.
 
     Both the settings of the run and the changed ones run in a temporary folder; the run folder is only read.
+
+    Args:
+        run: run folder.
+        entry_points: the user's model, loss and data as MODULE:NAME, for a run of a custom model.
+        steps: steps of each side.
+        fork: whether settings may be tried that change the numbers of the run.
     """
-    with errors_for_python():
-        folder = RunFolder(given_path(run, "run"))
-        history = RunHistory(folder)
-        findings = diagnose_run(history)
-        return RunDiagnosis(folder.root, findings, run_trial(history, findings[0], entry_points, steps, fork))
+    history = RunHistory(RunFolder(run))
+    findings = diagnose_run(history)
+    return RunDiagnosis(run, findings, run_trial(history, findings[0], entry_points, steps, fork))
 
 
 def run_trial(

@@ -145,10 +145,10 @@ def add_argument(parser: Parser, name: str, hint: Any, default: Any) -> None:
     if argument.positional:
         add(name, metavar=argument.metavar, type=value_type, nargs="+" if many else None if required else "?")
         return
-    strings = ("--" + name.replace("_", "-"), *argument.aliases)
+    strings = ("--" + name.rstrip("_").replace("_", "-"), *argument.aliases)  # `try_`: a keyword of Python
     parser.options.update(strings)
     if kind is bool:
-        add(*strings, action="store_true")
+        add(*strings, dest=name, action="store_true")
     elif many and required:  # an option that is given once per value
         add(*strings, dest=name, metavar=argument.metavar, type=value_type, action="append", required=True)
     else:

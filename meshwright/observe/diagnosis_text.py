@@ -9,7 +9,8 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from meshwright.diagnose.finding import Finding, MeasuredFigure
+from meshwright.diagnose.finding import BROKEN, Finding, MeasuredFigure
+from meshwright.diagnose.run.trial import ChangeTrial
 from meshwright.diagnose.trace.diagnose import RankDiagnosis, TraceDiagnosis
 from meshwright.io import format_bytes, format_count, format_percent, format_seconds, printable
 from meshwright.observe.console import make_console
@@ -24,8 +25,6 @@ UNITS: dict[str, Callable[[float], str]] = {
     "ratio": lambda value: f"{value:.2f} x",
 }
 """Unit of a figure -> how it is written."""
-BROKEN = ("hang", "crash", "numerics", "replay")
-"""Causes that break a run rather than slow it down."""
 MAX_RANKS = 16
 """Ranks that the table of breakdowns lists."""
 
@@ -49,6 +48,17 @@ def show_findings(findings: Sequence[Finding], console: Console | None = None) -
     for finding in findings:
         console.print(heading(finding))
         console.print(Padding(details(finding), (0, 0, 1, 2)))
+
+
+def show_trial(trial: ChangeTrial, console: Console | None = None) -> None:
+    """Prints whether the prediction of a change came true."""
+    console = console or make_console()
+    start = f"from the checkpoint of step {trial.first_step}" if trial.first_step else "from the initial state"
+    console.print(Text("trial", "bold green" if trial.came_true else "bold red"))
+    text = f"{trial.sentence}; {trial.steps} steps {start}"
+    if trial.changes_numbers:
+        text += "; the settings change the numbers, so that the run adopts them with --fork only"
+    console.print(Padding(Text(printable(text)), (0, 0, 1, 2)))
 
 
 def heading(finding: Finding) -> Text:

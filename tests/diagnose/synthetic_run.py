@@ -64,6 +64,7 @@ class SyntheticRun:
                 now += seconds
             if rank == 0:
                 events += [self.record(event.pop("kind"), 0, now, **event) for event in self.other_events]
+                events.append(self.record("end", 0, now, steps=self.steps, loss=2.0, stopped=""))
             lines = "".join(json.dumps(event, separators=(",", ":")) + "\n" for event in events)
             (self.folder / "events" / f"rank-{rank:05d}.jsonl").write_text(lines)
         return RunHistory(RunFolder(self.folder))

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
-from meshwright.cli.args import Json, positional
+from meshwright.cli.args import NO_ENTRY_POINTS, Json, flag, option, positional
 from meshwright.cli.output import emit_json
+from meshwright.errors import ConfigError
 
 
 def diagnose(
@@ -14,30 +16,42 @@ def diagnose(
         tuple[Path, ...],
         positional("RUN|TRACE", "run folder, or one torch.profiler trace per rank, or a folder of traces"),
     ],
+    try_: Annotated[
+        bool, flag("RUN: run the change of the first finding for a few steps, and say whether its prediction came true")
+    ] = False,
+    steps: Annotated[int, option("N", "steps of each side of --try")] = 20,
+    fork: Annotated[bool, flag("let --try change settings that change the numbers")] = False,
     json: Json = False,
+    *,
+    entry_points: Mapping[str, str] = NO_ENTRY_POINTS,
 ) -> None:
     """Diagnose: name what limits a run or a traced program, with the evidence and the change that helps."""
     if len(paths) == 1 and is_run_folder(paths[0]):
-        from meshwright.diagnose.run.diagnose import diagnose_run
-        from meshwright.history.run_history import RunHistory
-        from meshwright.observe.diagnosis_text import show_findings
-        from meshwright.telemetry.run_folder import RunFolder
+        from meshwright.api.diagnosis import diagnose_folder, try_first_finding
+        from meshwright.observe.diagnosis_text import show_findings, show_trial
 
-        findings = diagnose_run(RunHistory(RunFolder(paths[0])))
-        if json:
-            emit_json({"findings": [finding.to_json() for finding in findings]})
+        if try_:
+            diagnosis = try_first_finding(paths[0], entry_points, steps=steps, fork=fork)
         else:
-            show_findings(findings)
+            diagnosis = diagnose_folder(paths[0])
+        if json:
+            emit_json(diagnosis.to_json())
+            return
+        show_findings(diagnosis.findings)
+        if diagnosis.trial is not None:
+            show_trial(diagnosis.trial)
         return
+    if try_:
+        raise ConfigError("--try runs a change of a run", "expected one run folder")
     from meshwright.diagnose.trace.diagnose import diagnose_traces
     from meshwright.diagnose.trace.trace_paths import find_traces
     from meshwright.observe.diagnosis_text import show_trace_diagnosis
 
-    diagnosis = diagnose_traces(find_traces(paths))
+    traced = diagnose_traces(find_traces(paths))
     if json:
-        emit_json(diagnosis.to_json())
+        emit_json(traced.to_json())
     else:
-        show_trace_diagnosis(diagnosis)
+        show_trace_diagnosis(traced)
 
 
 def is_run_folder(path: Path) -> bool:

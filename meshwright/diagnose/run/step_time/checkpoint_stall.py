@@ -24,7 +24,7 @@ def find(history: RunHistory) -> Iterator[Finding]:
     table = history.steps().of_attempt(steps.attempt)
     wall = float(table.end[-1] - table.begin[0])
     stall = float(np.nansum(table.outside["save"]))
-    if not saves or wall <= 0 or stall / wall < LIMITING_SHARE:
+    if not saves or not wall > 0 or stall / wall < LIMITING_SHARE:
         return
     share = stall / wall
     seconds = float(np.median([one.seconds or 0.0 for one in saves]))

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
+from math import ceil
 
 from meshwright.diagnose.finding import Change, Confidence, Finding, MeasuredFigure
 from meshwright.diagnose.run.timed_steps import LIMITING_SHARE, TimedSteps, timed_steps
@@ -26,6 +27,8 @@ SLOW_LINK = 125e6
 SLOWER_THAN_PREDICTED = 3.0
 VOLUME_SHARE = 0.25
 """Exposed share above which the volume itself is reported, although nothing is wrong with buckets and links."""
+MAX_GROUPS = 64
+"""Ranks whose process groups are looked at; those of the others are alike."""
 FAST_AXES = ("tensor", "context")
 """Axes whose collectives are on the critical path of every layer, and belong on the fastest links."""
 
@@ -114,8 +117,8 @@ def group_hosts(steps: TimedSteps, axis: str) -> tuple[str, ...]:
     names = [name for name in axis.split("+") if name in steps.layout.active_axes]
     if not steps.hosts or not names:
         return ()
-    for group in steps.layout.groups(*names):
-        hosts = tuple(dict.fromkeys(steps.hosts[rank] for rank in group))
+    for rank in range(min(steps.layout.ranks, MAX_GROUPS)):
+        hosts = tuple(dict.fromkeys(steps.hosts[member] for member in steps.layout.group(rank, *names)))
         if len(hosts) > 1:
             return hosts
     return ()
@@ -212,7 +215,7 @@ def late_start(exposure: Exposure) -> Finding | None:
     if not 0 < steps.buckets <= 2 or steps.bucket_bytes < USEFUL_BUCKETS * SMALL_BUCKET:
         return None
     cap = bucket_cap(steps)
-    after = max(USEFUL_BUCKETS, steps.bucket_bytes / SMALL_BUCKET / cap)
+    after = max(USEFUL_BUCKETS, ceil(steps.bucket_bytes / SMALL_BUCKET / cap))
     return exposure.finding(
         "late start",
         f"{'one bucket has' if steps.buckets == 1 else 'two buckets have'} all {steps.bucket_bytes / 1e6:.0f} MB of "
@@ -220,7 +223,7 @@ def late_start(exposure: Exposure) -> Finding | None:
         exposure.share * (1 - 1 / after),
         Change((f"ddp.bucket_cap_mb = {cap}",)),
         "high" if exposure.share > 2 * LIMITING_SHARE else "medium",
-        MeasuredFigure("buckets per step", steps.buckets, "count", after, "with the change"),
+        MeasuredFigure("buckets per step", steps.buckets, "count", float(after), "with the change"),
     )
 
 
