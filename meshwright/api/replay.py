@@ -13,6 +13,7 @@ from meshwright.launch.user_code.user_code import UserCode
 from meshwright.telemetry.run_folder import RunFolder
 
 if TYPE_CHECKING:
+    from meshwright.replay.run_difference import RunDifference
     from meshwright.replay.step_detail import StepReplay
 
 
@@ -45,3 +46,27 @@ def replay(
 
     with errors_for_python():
         return replay_step(RunFolder(given_path(run, "run")), step, ranks, user or UserCode(), tokenizer)
+
+
+def bisect(run: str | Path, other: str | Path, *, user: UserCode | None = None) -> RunDifference:
+    """Finds the first step, then the first parameter, in which two runs of one model part.
+
+    Records are compared first, then common checkpoints by a binary search. From the newest state that the runs share,
+    both are replayed in temporary folders up to the step in which they part.
+
+    Args:
+        run: run folder.
+        other: folder of the other run.
+        user: the user's model, loss and data.
+
+    Returns:
+        RunDifference: ``agree``, ``step``, ``parameter`` and the evidence.
+
+    Raises:
+        ConfigError: the runs train different models.
+    """
+    from meshwright.replay.bisect import bisect_runs
+
+    with errors_for_python():
+        folders = RunFolder(given_path(run, "run")), RunFolder(given_path(other, "other"))
+        return bisect_runs(*folders, user or UserCode())

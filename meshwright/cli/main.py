@@ -24,6 +24,7 @@ from meshwright.cli.plan import plan, plan_measure, plan_schedule
 from meshwright.cli.prove import prove
 from meshwright.cli.report import report
 from meshwright.cli.runs.diagnose import diagnose
+from meshwright.cli.runs.bisect import bisect
 from meshwright.cli.runs.metrics import metrics_alerts, metrics_dashboard, metrics_serve
 from meshwright.cli.runs.replay import replay
 from meshwright.cli.runs.trace import trace
@@ -46,6 +47,7 @@ VERBS: dict[str, Verb] = {
     "diagnose": diagnose,
     "trace": trace,
     "replay": replay,
+    "bisect": bisect,
     "metrics serve": metrics_serve,
     "metrics dashboard": metrics_dashboard,
     "metrics alerts": metrics_alerts,

@@ -40,6 +40,11 @@ def recorded_fields(table: StepTable) -> list[dict[str, Any]]:
     ]
 
 
+def event_fields(event: Event) -> dict[str, Any]:
+    """The compared fields of the record of a step; `skipped` is there only if it is true."""
+    return {key: event.get(key, False if key == "skipped" else None) for key in COMPARED}
+
+
 def compare_fields(one: dict[str, Any], other: dict[str, Any]) -> dict[str, tuple[Any, Any]]:
     """The fields in which two records of a step differ, with both values. Numbers are compared bit for bit."""
     return {key: (one[key], other[key]) for key in COMPARED if one[key] != other[key]}

@@ -14,20 +14,17 @@ from meshwright.launch.scratch_run import scratch_job
 from meshwright.launch.user_code.user_code import NO_USER_CODE, UserCode
 from meshwright.parallel.world import World
 from meshwright.replay.detail_recorder import DetailRecorder, RankDetail
-from meshwright.replay.records import compare_fields
+from meshwright.replay.records import compare_fields, event_fields
 from meshwright.replay.sample_losses import sample_losses
 from meshwright.replay.sample_texts import sample_texts
 from meshwright.replay.start import ReplaySource
-from meshwright.replay.step_detail import COMPARED, ModuleDetail, ParameterDetail, SampleDetail, StepReplay
+from meshwright.replay.step_detail import ModuleDetail, ParameterDetail, SampleDetail, StepReplay
 from meshwright.telemetry.events import Event
 from meshwright.telemetry.run_folder import RunFolder
 from meshwright.trainer.job import Job
 from meshwright.trainer.loop import Training
 from meshwright.trainer.records.step_recorder import finite_or_none
 from meshwright.trainer.step import StepOutcome
-
-ABSENT = {"skipped": False}
-"""The value of a field that a step record has only if it says something; otherwise null."""
 
 
 @dataclass
@@ -119,7 +116,7 @@ def make_replay(
 ) -> StepReplay:
     """Joins what the ranks measured, and compares the steps with their records."""
     first, records = results[0], run.records.steps
-    replayed = {event["step"]: {key: event.get(key, ABSENT.get(key)) for key in COMPARED} for event in first.steps}
+    replayed = {event["step"]: event_fields(event) for event in first.steps}
     different = {
         number: found
         for number, event in replayed.items()

@@ -60,6 +60,12 @@ class ReplaySource:
             )
         return None
 
+    def initial_state(self) -> CheckpointEntry | None:
+        """The oldest state that can be restored: None is the initial one. Raises a CheckpointError where a fork has
+        replaced the settings of the first steps.
+        """
+        return self.checkpoint_before(0) if not self.fork_step else self.checkpoint_before(self.fork_step)
+
     def require_step(self, step: int) -> None:
         """Raises a ConfigError for a step that the run does not have, or that was run with other settings."""
         if not self.fork_step <= step < self.config.steps:
