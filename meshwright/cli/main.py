@@ -23,8 +23,8 @@ from meshwright.cli.evaluate import evaluate
 from meshwright.cli.plan import plan, plan_measure, plan_schedule
 from meshwright.cli.prove import prove
 from meshwright.cli.report import report
-from meshwright.cli.runs.diagnose import diagnose
 from meshwright.cli.runs.bisect import bisect
+from meshwright.cli.runs.diagnose import diagnose
 from meshwright.cli.runs.metrics import metrics_alerts, metrics_dashboard, metrics_serve
 from meshwright.cli.runs.replay import replay
 from meshwright.cli.runs.trace import trace
