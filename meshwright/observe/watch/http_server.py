@@ -50,7 +50,7 @@ class HttpServer:
     def __init__(self, app: AsgiApp, host: str = "127.0.0.1", port: int | None = None, preferred: int = 8321) -> None:
         import uvicorn
 
-        from meshwright.observe.watch.bounded_connection import BoundedConnection
+        from meshwright.observe.bounded_connection import BoundedConnection
 
         self.host, self.failure = host, ""
         self._socket = bind(host, port, preferred)

@@ -23,7 +23,7 @@ def collector_of(*folders) -> RunsCollector:
     return RunsCollector([follow(RunHistory(folder)) for folder in folders])
 
 
-def samples_of(text: str, parse=parser.text_string_to_metric_families) -> Samples:
+def parse_samples(text: str, parse=parser.text_string_to_metric_families) -> Samples:
     """Every sample, by its name and its labels other than `run`."""
     found: Samples = {}
     for family in parse(text):
@@ -37,7 +37,7 @@ def samples_of(text: str, parse=parser.text_string_to_metric_families) -> Sample
 @pytest.fixture(scope="module")
 def samples(tmp_path_factory) -> Samples:
     folder = record_run(tmp_path_factory.mktemp("registry") / "recorded")
-    return samples_of(collector_of(folder).encode(TEXT).decode())
+    return parse_samples(collector_of(folder).encode(TEXT).decode())
 
 
 def value(samples: Samples, name: str, **labels: str) -> float:
@@ -127,14 +127,14 @@ def test_step_time_histogram_counts_every_step(samples):
 
 def test_openmetrics_has_the_same_samples(tmp_path):
     collector = collector_of(record_run(tmp_path / "run"))
-    plain = samples_of(collector.encode(TEXT).decode())
-    rich = samples_of(collector.encode(OPENMETRICS).decode(), openmetrics_parser.text_string_to_metric_families)
+    plain = parse_samples(collector.encode(TEXT).decode())
+    rich = parse_samples(collector.encode(OPENMETRICS).decode(), openmetrics_parser.text_string_to_metric_families)
     assert plain == rich
 
 
 def test_many_ranks_are_aggregated(tmp_path, monkeypatch):
     monkeypatch.setattr(metric, "MAX_RANKS", 2)
-    found = samples_of(collector_of(record_run(tmp_path / "run", ranks=3)).encode(TEXT).decode())
+    found = parse_samples(collector_of(record_run(tmp_path / "run", ranks=3)).encode(TEXT).decode())
     ranks = {dict(labels)["rank"] for (_, labels) in found if "rank" in dict(labels)}
     assert ranks == {"min", "median", "max", "sum"}
     assert value(found, "peak_memory_bytes", rank="median") == 1_000_001
@@ -163,7 +163,7 @@ def test_labels_from_records_cannot_break_the_format(tmp_path):
         counters = {"kind": "counters", "attempt": 1, "rank": 0, "step": 1, "communication": rows}
         counters["memory"] = {"peak_total": 1, "at_peak": {"\ud800": 1}, "peak": {}}
         file.writelines(json.dumps(event, separators=(",", ":")) + "\n" for event in (start, counters))
-    samples = samples_of(collector_of(folder).encode(TEXT).decode())
+    samples = parse_samples(collector_of(folder).encode(TEXT).decode())
     assert value(samples, "steps_total") == 12
     shared = {"rank": "0", "axis": 'a" ', "collective": "c" * 64}
     assert value(samples, "collective_message_bytes", **shared) == 200
@@ -174,7 +174,7 @@ def test_folder_that_is_not_complete_has_the_metrics_that_are_known(tmp_path):
     folder = record_run(tmp_path / "run", ranks=1, steps=0)
     folder.plan_file.unlink()
     folder.identity_file.write_text("[]")
-    samples = samples_of(collector_of(folder).encode(TEXT).decode())
+    samples = parse_samples(collector_of(folder).encode(TEXT).decode())
     assert value(samples, "run_state", state="starting") == 1
     assert ("meshwright_loss", ()) not in samples
 

@@ -11,7 +11,7 @@ from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
 
-from meshwright.observe.watch import bounded_connection
+from meshwright.observe import bounded_connection
 
 LARGE = "x" * (32 << 20)
 
