@@ -12,6 +12,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 from meshwright.errors import ConfigError, describe_exception
@@ -26,6 +27,8 @@ from meshwright.telemetry.run_folder import RunFolder
 
 BIND_SECONDS = 2.0
 """Seconds in which a port in use may become free: the exporter of an earlier attempt under torchrun may be ending."""
+NICENESS = 10
+"""About a tenth of the weight of a process of the training."""
 PUSH_SECONDS = 10.0
 """Seconds between two pushes by OTLP."""
 
@@ -72,13 +75,22 @@ def start_server(collector: RunsCollector, host: str, port: int) -> HttpServer:
             time.sleep(0.2)
 
 
+def yield_to_training() -> None:
+    """Lowers the priority of this process, also where the kernel divides time between sessions first. With the lowest
+    one, it would starve where the training uses all cores.
+    """
+    os.nice(NICENESS)
+    with suppress(OSError):
+        Path("/proc/self/autogroup").write_text(str(NICENESS))
+
+
 def main() -> None:
     """Runs the exporter that `RunExporter` starts, with its settings as JSON in the first argument."""
     settings = json.loads(sys.argv[1])
     exit_with_parent(settings["parent"])
     stop = threading.Event()
     signal.signal(signal.SIGTERM, lambda _number, _frame: stop.set())
-    os.nice(10)  # the training has precedence
+    yield_to_training()
     try:
         export_run(RunFolder(Path(settings["folder"])), settings["host"], settings["port"], settings["otlp"], stop)
     except Exception as error:  # noqa: BLE001 - the training goes on, whatever it is

@@ -1,0 +1,150 @@
+"""The exporter lasts as long as the run, through restarts, and its failure is one warning."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from contextlib import suppress
+
+import httpx
+import pytest
+from prometheus_client import parser
+from recorded_run import record_run
+from small_run import small_config
+
+from meshwright import Callback, train
+from meshwright.config import MetricsConfig
+from meshwright.observe.metrics.exporter import REPORTED, RunExporter
+
+TIMEOUT = 60.0
+
+
+def free_port() -> int:
+    with socket.socket() as listening:
+        listening.bind(("127.0.0.1", 0))
+        return listening.getsockname()[1]
+
+
+def scrape(port: int) -> dict[tuple[str, str], float]:
+    """(name, state or nothing) -> value of every sample without other labels than the run."""
+    text = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=TIMEOUT).text
+    families = parser.text_string_to_metric_families(text)
+    return {(s.name, s.labels.get("state", "")): s.value for family in families for s in family.samples}
+
+
+def wait_for(condition, seconds: float = TIMEOUT):
+    deadline = time.monotonic() + seconds
+    while time.monotonic() < deadline:
+        with suppress(httpx.HTTPError):
+            if found := condition():
+                return found
+        time.sleep(0.05)
+    raise AssertionError("the condition did not come true")
+
+
+def is_refused(port: int) -> bool:
+    with socket.socket() as client:
+        return client.connect_ex(("127.0.0.1", port)) != 0
+
+
+class WaitForScrape(Callback):
+    """Lets every attempt go on after its second step only when a scrape has seen the attempt."""
+
+    def on_step(self, record, run) -> None:
+        deadline = time.monotonic() + TIMEOUT
+        while record["step"] >= run.first_step + 1 and not (run.path / f"scraped-{run.attempt}").exists():
+            assert time.monotonic() < deadline
+            time.sleep(0.02)
+
+
+def test_running_job_is_scraped_through_a_restart_until_it_ends(tmp_path, monkeypatch, capfd):
+    monkeypatch.setenv("MESHWRIGHT_FAULT", "step.backward:rank1:kill@step4")
+    port, folder = free_port(), tmp_path / "run"
+    seen: list[dict[tuple[str, str], float]] = []
+    done = threading.Event()
+
+    def watch() -> None:
+        while not done.is_set():
+            with suppress(httpx.HTTPError):
+                seen.append(scrape(port))
+                if seen[-1]["meshwright_run_state", "restarting"] == 0 and seen[-1]["meshwright_steps_total", ""] > 1:
+                    (folder / f"scraped-{1 + seen[-1]['meshwright_restarts_total', '']:.0f}").touch()
+            time.sleep(0.1)
+
+    watcher = threading.Thread(target=watch)
+    watcher.start()
+    try:
+        config = small_config(f"--metrics.port={port}", "--checkpoint.every=2", steps=8)
+        result = train(config, run=folder, quiet=True, callbacks=WaitForScrape())
+    finally:
+        done.set()
+        watcher.join(TIMEOUT)
+    assert result.steps == 8
+    assert is_refused(port)
+    restarts = [samples["meshwright_restarts_total", ""] for samples in seen]
+    assert (restarts[0], restarts[-1]) == (0, 1)
+    assert restarts == sorted(restarts)
+    assert seen[-1]["meshwright_planned_steps", ""] == 8
+    assert "exporter" not in capfd.readouterr().err
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return record_run(tmp_path / "run")
+
+
+def test_port_in_use_is_one_warning(folder, capfd):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        exporter = RunExporter(MetricsConfig(port=port), folder)
+        exporter.start()
+        exporter.start()
+        assert exporter._process.wait(TIMEOUT) == REPORTED
+        exporter.check()
+        exporter.check()
+        exporter.close()
+    lines = capfd.readouterr().err.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith("meshwright: the metrics are not exported, and the training continues: ")
+    assert f"127.0.0.1 port {port} cannot be used" in lines[0]
+
+
+def test_exporter_that_is_killed_is_one_warning_and_close_ends_it(folder, capfd):
+    exporter = RunExporter(MetricsConfig(port=free_port()), folder)
+    exporter.start()
+    exporter._process.kill()
+    exporter._process.wait(TIMEOUT)
+    exporter.check()
+    exporter.check()
+    exporter.close()
+    expected = "meshwright: the exporter of the metrics ended with signal 9; the training continues without it"
+    assert capfd.readouterr().err.splitlines() == [expected]
+
+
+def test_exporter_ends_with_its_parent(folder):
+    port = free_port()
+    program = (
+        "import sys, time; from pathlib import Path; from meshwright.config import MetricsConfig\n"
+        "from meshwright.observe.metrics.exporter import RunExporter\n"
+        "from meshwright.telemetry.run_folder import RunFolder\n"
+        "RunExporter(MetricsConfig(port=int(sys.argv[1])), RunFolder(Path(sys.argv[2]))).start(); time.sleep(600)"
+    )
+    parent = subprocess.Popen([sys.executable, "-c", program, str(port), str(folder.root)])
+    try:
+        assert wait_for(lambda: scrape(port))["meshwright_run_alive", ""] == 1
+    finally:
+        os.kill(parent.pid, signal.SIGKILL)
+        parent.wait(TIMEOUT)
+    assert wait_for(lambda: is_refused(port))
+
+
+def test_nothing_is_started_by_default(folder):
+    exporter = RunExporter(MetricsConfig(), folder)
+    exporter.start()
+    assert exporter._process is None
+    exporter.close()
