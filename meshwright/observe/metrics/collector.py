@@ -25,6 +25,8 @@ from meshwright.observe.metrics.registry import METRICS
 
 CACHE_SECONDS = 1.0
 """Any number of scrapers within this time cost one read of the run folder."""
+MAX_READING_SHARE = 0.05
+"""Share of the time that is spent on reading at most: what took long to read is kept for longer."""
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
 OPENMETRICS: str = openmetrics.CONTENT_TYPE_LATEST
 FAMILIES = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily, "histogram": HistogramMetricFamily}
@@ -81,13 +83,13 @@ class RunsCollector(Collector):
         self._runs = runs
         self._lock = threading.Lock()
         self._snapshots: list[Snapshot] = []
-        self._read_at = float("-inf")
+        self._valid_until = float("-inf")
         self._encoded: dict[str, bytes] = {}
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
 
     def snapshots(self) -> list[Snapshot]:
-        """What is known about every run, at most CACHE_SECONDS old."""
+        """What is known about every run, as of the last second or so."""
         with self._lock:
             self._refresh()
             return self._snapshots
@@ -102,12 +104,14 @@ class RunsCollector(Collector):
             return self._encoded[content_type]
 
     def _refresh(self) -> None:
-        if time.monotonic() - self._read_at > CACHE_SECONDS:
+        began = time.monotonic()
+        if began > self._valid_until:
             histories = [updated() for updated in self._runs]
             names = run_names([history.folder.root.absolute() for history in histories])
             self._snapshots = [take_snapshot(history, name) for history, name in zip(histories, names, strict=True)]
             self._encoded = {}
-            self._read_at = time.monotonic()
+            now = time.monotonic()
+            self._valid_until = now + max(CACHE_SECONDS, (now - began) / MAX_READING_SHARE)
 
     def describe(self) -> list[Family]:
         return []  # registering the collector reads nothing

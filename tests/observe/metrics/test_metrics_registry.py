@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import re
+import runpy
+from pathlib import Path
 
 import pytest
 from prometheus_client import parser
@@ -188,3 +190,12 @@ def test_network_bytes_are_those_of_the_busiest_interfaces(tmp_path):
     assert len(found) == 32
     assert found["eth39"] == (39, 78)
     assert read_network_bytes(tmp_path / "absent") == {}
+
+
+def test_page_has_the_tables_of_metrics_and_alerts():
+    """If this fails, run `python docs/write_metrics_reference.py`."""
+    docs = Path(__file__).parents[3] / "docs"
+    script = runpy.run_path(str(docs / "write_metrics_reference.py"))
+    page = (docs / "metrics.md").read_text()
+    assert page == script["metrics_reference"](page)
+    assert all(f"| `{row.name}` |" in page for row in METRICS)
