@@ -26,7 +26,7 @@ from meshwright.observe.metrics.registry import METRICS
 CACHE_SECONDS = 1.0
 """Any number of scrapers within this time cost one read of the run folder."""
 MAX_READING_SHARE = 0.05
-"""Share of the time that is spent on reading at most: what took long to read is kept for longer."""
+"""Share of a core that reading takes at most: what took long to read is kept for longer."""
 TEXT = "text/plain; version=0.0.4; charset=utf-8"
 OPENMETRICS: str = openmetrics.CONTENT_TYPE_LATEST
 FAMILIES = {"gauge": GaugeMetricFamily, "counter": CounterMetricFamily, "histogram": HistogramMetricFamily}
@@ -104,14 +104,14 @@ class RunsCollector(Collector):
             return self._encoded[content_type]
 
     def _refresh(self) -> None:
-        began = time.monotonic()
-        if began > self._valid_until:
+        if time.monotonic() > self._valid_until:
+            began = time.thread_time()
             histories = [updated() for updated in self._runs]
             names = run_names([history.folder.root.absolute() for history in histories])
             self._snapshots = [take_snapshot(history, name) for history, name in zip(histories, names, strict=True)]
             self._encoded = {}
-            now = time.monotonic()
-            self._valid_until = now + max(CACHE_SECONDS, (now - began) / MAX_READING_SHARE)
+            spent = time.thread_time() - began
+            self._valid_until = time.monotonic() + max(CACHE_SECONDS, spent / MAX_READING_SHARE)
 
     def describe(self) -> list[Family]:
         return []  # registering the collector reads nothing

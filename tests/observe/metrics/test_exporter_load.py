@@ -44,7 +44,9 @@ def test_memory_of_the_exporter_is_bounded(tmp_path):
             assert [answer.status_code for answer in answers] == [200] * READERS
         assert exporter._process.poll() is None
         assert peak_memory(exporter._process.pid) < MAX_MEMORY
-        print(f"peak memory of the exporter: {peak_memory(exporter._process.pid) >> 20} MiB, {len(answers[0].content)} B")
+        print(
+            f"peak memory of the exporter: {peak_memory(exporter._process.pid) >> 20} MiB, {len(answers[0].content)} B"
+        )
     finally:
         for client in slow:
             client.close()

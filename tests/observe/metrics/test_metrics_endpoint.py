@@ -59,6 +59,7 @@ def test_scraper_gets_the_format_that_it_accepts(folder, accept, content_type):
 
 
 def test_scrapes_within_a_second_cost_one_read(folder, monkeypatch):
+    monkeypatch.setattr(collector_module, "CACHE_SECONDS", 1e9)
     run = CountingRun(folder)
     collector = RunsCollector([run])
     assert run.reads == 0
@@ -67,7 +68,7 @@ def test_scrapes_within_a_second_cost_one_read(folder, monkeypatch):
     collector.encode(OPENMETRICS)
     collector.snapshots()
     assert run.reads == 1
-    monkeypatch.setattr(collector_module, "CACHE_SECONDS", -1.0)
+    collector._valid_until = 0.0
     collector.encode(TEXT)
     assert run.reads == 2
 

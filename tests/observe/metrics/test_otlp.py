@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import threading
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from itertools import pairwise
 
 import pytest
 from recorded_run import PHASES, STEP_SECONDS, record_run
@@ -53,9 +54,7 @@ def receiver():
 def pushed(receiver, tmp_path_factory):
     """What two pushes of a recorded run send: (metrics requests, spans)."""
     folder = record_run(tmp_path_factory.mktemp("otlp") / "run")
-    pusher = otlp.OtlpPusher(
-        f"http://127.0.0.1:{receiver.server_port}/", RunsCollector([follow(RunHistory(folder))])
-    )
+    pusher = otlp.OtlpPusher(f"http://127.0.0.1:{receiver.server_port}/", RunsCollector([follow(RunHistory(folder))]))
     pusher.push()
     pusher.push()
     metrics = [request for request in receiver.received if isinstance(request, ExportMetricsServiceRequest)]
@@ -113,7 +112,7 @@ def test_spans_of_phases_fill_their_step(pushed):
     assert [span.name for span in phases] == list(PHASES)
     assert phases[0].start_time_unix_nano == step.start_time_unix_nano
     assert phases[-1].end_time_unix_nano == pytest.approx(step.end_time_unix_nano, abs=1e3)
-    for span, following in zip(phases, phases[1:], strict=False):
+    for span, following in pairwise(phases):
         assert span.end_time_unix_nano == following.start_time_unix_nano
     assert attributes(phases[2].attributes)["meshwright.wait_seconds"] == pytest.approx(0.04)
 
@@ -137,5 +136,5 @@ def test_missing_package_is_a_config_error_before_ranks_start(tmp_path, monkeypa
 
 
 def test_address_of_the_collector_is_validated():
-    with pytest.raises(ConfigError, match="metrics.otlp = 127.0.0.1:4318; expected an address such as http://"):
+    with pytest.raises(ConfigError, match=r"metrics.otlp = 127.0.0.1:4318; expected an address such as http://"):
         MetricsConfig(otlp="127.0.0.1:4318")
