@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from meshwright.history.event_tail import EventTail
-from meshwright.history.step_table import StepRows, StepTable, parse_row
+from meshwright.history.step_table import StepRows, StepTable
 from meshwright.telemetry.events import Event
 from meshwright.telemetry.untrusted_records import parse_event
 
@@ -45,28 +45,23 @@ class RankSteps:
 
     def update(self, receive: Callable[[Event], None]) -> None:
         """Reads what was appended since the last call."""
-        if not self._started and self.rank:
-            for line in self._tail.sampled_lines(self._bytes, SAMPLES):
-                self._add(line, receive)
         lines = self._tail.new_lines()
-        for line in lines if self._started or self.rank or self._stride == 1 else self._thinned(lines):
+        if not self._started:
+            lines = self._first_lines()
+        for line in lines:
             self._add(line, receive)
         self._started = True
 
-    def _thinned(self, lines: Iterator[bytes]) -> Iterator[bytes]:
-        """Yields every line but some steps: one in `stride`, and the newest ones, remain."""
-        newest: deque[bytes] = deque()
-        count = 0
-        for line in lines:
-            if not line.startswith(STEP):
+    def _first_lines(self) -> Iterator[bytes]:
+        """Yields the lines that are read of the file as it is found."""
+        sampled = False
+        if self.rank:
+            for line in self._tail.sampled_lines(self._bytes, SAMPLES):
+                sampled = True
                 yield line
-                continue
-            newest.append(line)
-            if len(newest) > NEWEST_STEPS:
-                oldest, count = newest.popleft(), count + 1
-                if count % self._stride == 1:
-                    yield oldest
-        yield from newest
+        stride = self._stride if self.rank == 0 else 0 if sampled else 1
+        lines = self._tail.new_lines()
+        yield from lines if stride == 1 else thinned(lines, stride)
 
     def _add(self, line: bytes, receive: Callable[[Event], None]) -> None:
         if line.startswith(STEP) and len(line) > MAX_STEP_LINE_BYTES:
@@ -76,5 +71,21 @@ class RankSteps:
             return
         if event.get("kind") != "step":
             receive(event)
-        elif (row := parse_row(event)) is not None:
-            self._rows.append(row)
+        else:
+            self._rows.append(event)
+
+
+def thinned(lines: Iterator[bytes], stride: int) -> Iterator[bytes]:
+    """Yields every line but some steps: one in `stride` (none if it is 0), and the newest ones, remain."""
+    newest: deque[bytes] = deque()
+    count = 0
+    for line in lines:
+        if not line.startswith(STEP):
+            yield line
+            continue
+        newest.append(line)
+        if len(newest) > NEWEST_STEPS:
+            oldest, count = newest.popleft(), count + 1
+            if stride and count % stride == 1:
+                yield oldest
+    yield from newest

@@ -33,9 +33,9 @@ STATES = {
 
 WINDOW = 50
 """The newest steps over which rates are averaged."""
-STALL_FACTOR, STALL_SECONDS, OUTSIDE_SECONDS = 10.0, 10.0, 60.0
+STALL_FACTOR, STALL_SECONDS, OUTSIDE_SECONDS, START_SECONDS = 10.0, 10.0, 60.0, 600.0
 """Progress is overdue after STALL_FACTOR times the longest recent step, but not before STALL_SECONDS; between two steps
-(evaluation, save, callback), and before the first one, not before OUTSIDE_SECONDS."""
+(evaluation, save, callback) not before OUTSIDE_SECONDS, and before the first one not before START_SECONDS."""
 SKIP_WINDOW, SKIPS = 8, 2
 """The newest steps of which so many skipped ones make the state "skipping"."""
 STRAGGLER_STEPS = 60
@@ -175,11 +175,11 @@ def read_state(history: RunHistory, recent: StepTable, now: float) -> tuple[str,
         return "starting", "No attempt is on record yet.", None
     if (ended := ended_state(history, attempt, now)) is not None:
         return ended
+    if (overdue := overdue_state(history, recent, now)) is not None:
+        return overdue
     if not attempt.steps_recorded:
         return starting_state(history, attempt)
     where = f"step {attempt.done - 1} of {history.total_steps:,} is the newest completed one"
-    if (overdue := overdue_state(history, recent, now)) is not None:
-        return overdue
     newest = recent.select(slice(-SKIP_WINDOW, None))
     skipped = newest.step[newest.skipped]
     if len(skipped) >= SKIPS:
@@ -236,9 +236,9 @@ def overdue_state(history: RunHistory, recent: StepTable, now: float) -> tuple[s
     """Whether progress is overdue, and for which rank the others wait."""
     heartbeats = {rank: reading for rank, reading in history.heartbeats.items() if reading.phase != "end"}
     quiet = quiet_seconds(history, now)
-    longest = float(recent.seconds.max()) if len(recent) else 0.0
     outside = any(reading.phase not in STEP_PHASES for reading in heartbeats.values())
-    if quiet <= max(STALL_SECONDS, STALL_FACTOR * longest, OUTSIDE_SECONDS if outside else 0.0):
+    limit = max(STALL_SECONDS, OUTSIDE_SECONDS if outside else 0.0) if len(recent) else START_SECONDS
+    if quiet <= max(limit, STALL_FACTOR * float(recent.seconds.max(initial=0.0))):
         return None
     waiting = {rank for rank, reading in heartbeats.items() if reading.waiting or reading.phase == "sync"}
     order = {rank: (reading.collective_count, reading.step, rank) for rank, reading in heartbeats.items()}

@@ -11,14 +11,17 @@ from numpy.typing import NDArray
 
 from meshwright.telemetry.events import Event
 from meshwright.telemetry.phases import OUTSIDE_PHASES, STEP_PHASES
-from meshwright.telemetry.untrusted_records import MAX_NUMBER, MAX_TIME, WARMUP_STEPS
+from meshwright.telemetry.untrusted_records import MAX_NUMBER, MAX_TIME, WARMUP_STEPS, finite_number
 
 EXPOSED_SOURCES = ("sync phase", "host waits", "device events", "profiler")
 """How the exposed communication of a step was measured."""
 WAIT_PHASES = tuple(phase for phase in STEP_PHASES if phase != "sync")
 """The phases that may contain waits for other ranks; `sync` is nothing else."""
 
-PLAIN = (
+FIELDS = (
+    "step",
+    "attempt",
+    "seconds",
     "time",
     "begin",
     "loss",
@@ -32,11 +35,10 @@ PLAIN = (
     "major_faults",
     "alloc_retries",
 )
+TABLES = ("phases", "waits", "outside", "communication", "pipeline", "experts")
+"""The parts of a step record that are objects."""
 COLUMNS = (
-    "step",
-    "attempt",
-    "seconds",
-    *PLAIN,
+    *FIELDS,
     "exposed",
     "source",
     "buckets",
@@ -221,75 +223,84 @@ class DecimatedSteps:
 
 
 class StepRows:
-    """Rows that are appended one by one."""
+    """Rows that are appended as step records."""
 
     def __init__(self) -> None:
         self._rows: NDArray[np.float64] = np.empty((256, len(COLUMNS)))
         self._count = 0
+        self._pending: list[list[Any]] = []
 
-    def __len__(self) -> int:
-        return self._count
-
-    def append(self, row: list[float]) -> None:
-        if self._count == len(self._rows):
-            self._rows = np.concatenate([self._rows, np.empty_like(self._rows)])
-        self._rows[self._count] = row
-        self._count += 1
+    def append(self, event: Event) -> None:
+        """Appends a step record; one without the number, attempt or duration of a step is left out."""
+        self._pending.append(raw_row(event))
+        if len(self._pending) >= CHUNK:
+            self._convert()
 
     def table(self) -> StepTable:
         """The rows so far; rows that are appended later are not in it."""
+        self._convert()
         return StepTable(self._rows[: self._count])
 
+    def _convert(self) -> None:
+        if not self._pending:
+            return
+        rows, self._pending = clean_rows(self._pending), []
+        while self._count + len(rows) > len(self._rows):
+            self._rows = np.concatenate([self._rows, np.empty_like(self._rows)])
+        self._rows[self._count : self._count + len(rows)] = rows
+        self._count += len(rows)
 
-def parse_row(event: Event) -> list[float] | None:
-    """The row of a step record; None for a record that does not have the number, attempt or duration of a step."""
-    step, attempt, seconds = (number(event.get(name)) for name in ("step", "attempt", "seconds"))
-    if not (is_count(step) and is_count(attempt) and 0 < seconds < MAX_SECONDS):
-        return None
-    phases, waits = table(event.get("phases")), table(event.get("waits"))
-    outside, communication = table(event.get("outside")), table(event.get("communication"))
-    pipeline, experts = table(event.get("pipeline")), table(event.get("experts"))
+
+CHUNK = 512
+"""Records that are converted at once."""
+MAX_SECONDS = 1e6
+"""A longer step is not a step."""
+NO_TABLE: dict[str, Any] = {}
+SOURCE_NUMBERS = {source: number for number, source in enumerate(EXPOSED_SOURCES)}
+
+
+def raw_row(event: Event) -> list[Any]:
+    """The values of a step record in the order of COLUMNS, of any type."""
+    phases, waits, outside, communication, pipeline, experts = (
+        value if type(value := event.get(name)) is dict else NO_TABLE for name in TABLES
+    )
     source = communication.get("exposed_source")
-    plain = [number(event.get(name)) for name in PLAIN]
-    for index in (0, 1):
-        if not 0 <= plain[index] < MAX_TIME:
-            plain[index] = nan
-    if plain[1] != plain[1]:
-        plain[1] = plain[0] - seconds  # a record without `begin` is written when the step ends
-    exposed = number(communication.get("exposed_seconds"))
     return [
-        step,
-        attempt,
-        seconds,
-        *plain,
-        exposed if exposed == exposed else number(phases.get("sync")),
-        EXPOSED_SOURCES.index(source) if source in EXPOSED_SOURCES else nan,
-        number(communication.get("buckets")),
-        number(communication.get("message_bytes")),
-        number(pipeline.get("live")),
-        number(pipeline.get("idle")),
-        number(experts.get("imbalance")),
-        number(experts.get("dropped")),
-        *(event.get(flag) is True for flag in FLAGS),
-        *(number(phases.get(phase)) for phase in STEP_PHASES),
-        *(number(waits.get(phase)) for phase in WAIT_PHASES),
-        *(number(outside.get(phase)) for phase in OUTSIDE_PHASES),
+        *map(event.get, FIELDS),
+        communication.get("exposed_seconds"),
+        SOURCE_NUMBERS.get(source) if type(source) is str else None,
+        *map(communication.get, ("buckets", "message_bytes")),
+        *map(pipeline.get, ("live", "idle")),
+        *map(experts.get, ("imbalance", "dropped")),
+        *map(event.get, FLAGS),
+        *map(phases.get, STEP_PHASES),
+        *map(waits.get, WAIT_PHASES),
+        *map(outside.get, OUTSIDE_PHASES),
     ]
 
 
-MAX_SECONDS = 1e6
-"""A longer step is not a step."""
+def clean_rows(raw: list[list[Any]]) -> NDArray[np.float64]:
+    """Rows of numbers; what is not a finite number is NaN, and rows that are no steps are left out."""
+    try:
+        rows = np.array(raw, dtype=np.float64)  # None becomes NaN
+    except (TypeError, ValueError, OverflowError):
+        rows = np.array([[finite_or_nan(value) for value in row] for row in raw], dtype=np.float64)
+    rows[~(np.abs(rows) < MAX_NUMBER)] = nan
+    for name in ("time", "begin"):
+        stamps = rows[:, INDEX[name]]
+        stamps[~((stamps >= 0) & (stamps < MAX_TIME))] = nan
+    seconds, begin, exposed = rows[:, INDEX["seconds"]], rows[:, INDEX["begin"]], rows[:, INDEX["exposed"]]
+    # A record without `begin` is written when the step ends.
+    np.copyto(begin, rows[:, INDEX["time"]] - seconds, where=np.isnan(begin))
+    np.copyto(exposed, rows[:, INDEX["phases.sync"]], where=np.isnan(exposed))
+    valid = (seconds > 0) & (seconds < MAX_SECONDS)
+    for name in ("step", "attempt"):
+        numbers = rows[:, INDEX[name]]
+        valid &= (numbers >= 0) & (numbers < 1 << 53) & (numbers == np.floor(numbers))
+    return rows[valid]
 
 
-def is_count(value: float) -> bool:
-    return type(value) is int and 0 <= value < 1 << 53
-
-
-def number(value: Any) -> float:
+def finite_or_nan(value: Any) -> float:
     """A finite number, or NaN."""
-    kind = type(value)
-    return value if (kind is float or kind is int) and -MAX_NUMBER < value < MAX_NUMBER else nan
-
-
-def table(value: Any) -> dict[str, Any]:
-    return value if type(value) is dict else {}
+    number = True if value is True else finite_number(value)
+    return nan if number is None else number
