@@ -147,6 +147,19 @@ def test_explanation_has_the_figures_of_the_records(run):
     ]
 
 
+def test_exposed_communication_of_profiled_steps_is_divided_by_axis(run, capsys):
+    run.write_profile(20, 22, 2)
+    waits = PHASES["sync"] + 0.002  # the spans have one wait of 2 ms
+    sentence = f"in the mean of the 2 newest profiled steps: control {format_seconds(waits)}."
+    assert sentence in part(document(run), "Communication")
+    main(["report", str(run.folder.root), "--json"])
+    exposed = json.loads(capsys.readouterr().out)["exposed"]
+    assert exposed["by_axis"] == {"control": pytest.approx(waits)}
+    assert exposed["by_phase"]["forward"] == WAITS["forward"]
+    (run.folder.root / "trace" / "rank-00000.steps-30-31.a0002.json.gz").write_bytes(b"no profile")
+    assert "profiled" not in part(document(run), "Communication")
+
+
 def test_explanation_names_the_schedule_of_a_pipeline(tmp_path, home):
     run = ReportedRun(tmp_path, home, "--layout.pipeline=2", "--batch.micro=2", "--model.layers=4")
     assert "schedule 1f1b" in part(document(run), "Mechanism")

@@ -17,6 +17,7 @@ from meshwright.io import format_bytes, format_count, format_percent, format_sec
 from meshwright.observe.console import make_console
 from meshwright.observe.report.compared_figures import ReportRow, median_of
 from meshwright.observe.report.headlines import headlines
+from meshwright.observe.report.profiled_steps import profiled_exposure
 from meshwright.observe.report.run_report import Report
 from meshwright.observe.terminal import format_ranks
 from meshwright.planner.exact.compare import VolumeComparison
@@ -132,7 +133,9 @@ def report_json(report: Report) -> dict[str, Any]:
 
 
 def history_json(report: Report, now: float) -> dict[str, Any]:
-    """The headline signals, the goodput account, and the exposed communication of rank 0 by phase."""
+    """The headline signals, the goodput account, and the exposed communication of rank 0: medians by phase and, of
+    profiled steps, means by axis.
+    """
     if report.history is None:
         return {}
     steps = report.measurements.steps.get(0) if report.measurements is not None else None
@@ -143,6 +146,7 @@ def history_json(report: Report, now: float) -> dict[str, Any]:
             "seconds": median_of(steps.exposed),
             "source": steps.exposed_source,
             "by_phase": {phase: median_of(column) for phase, column in by_phase.items()},
+            "by_axis": profiled_exposure(report.history.folder)[1] or None,
         }
     return {
         "signals": read_signals(report.history, now).to_json(),

@@ -6,8 +6,8 @@ from meshwright.diagnose.finding import Finding, MeasuredFigure
 from meshwright.diagnose.run.diagnose import diagnose_run
 from meshwright.history.run_history import RunHistory
 from meshwright.io import format_percent, format_seconds
+from meshwright.observe.diagnosis_text import format_figure
 from meshwright.observe.report.document import Section
-from meshwright.observe.report.report_text import UNITS
 
 MAX_FINDINGS = 3
 MAX_EVIDENCE = 4
@@ -39,8 +39,7 @@ def describe(finding: Finding) -> Section:
 
 
 def evidence(figure: MeasuredFigure) -> str:
-    form = UNITS.get(figure.unit, UNITS["count"])
-    compared = (
-        f", {figure.compared_with or 'compared with'} {form(figure.compared)}" if figure.compared is not None else ""
-    )
-    return f"{figure.figure}: {form(figure.value)}{compared}"
+    compared = ""
+    if figure.compared is not None:
+        compared = f" ({figure.compared_with or 'compared with'}: {format_figure(figure.compared, figure.unit)})"
+    return f"{figure.figure}: {format_figure(figure.value, figure.unit)}{compared}"

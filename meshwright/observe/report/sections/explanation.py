@@ -18,6 +18,7 @@ from meshwright.io import format_bytes, format_count, format_percent, format_sec
 from meshwright.observe.report.compared_figures import Measurements, median_of
 from meshwright.observe.report.document import Section, Table
 from meshwright.observe.report.planned_machine import describe_machine, text
+from meshwright.observe.report.profiled_steps import profiled_exposure
 from meshwright.observe.report.report_text import UNITS
 from meshwright.observe.report.run_plan import RunPlan
 from meshwright.observe.report.run_report import Report
@@ -128,6 +129,7 @@ def communication(report: Report, measurements: Measurements, plan: Mapping[str,
             f"{format_seconds(seconds)} of a step ({format_percent(exposed / seconds)}) on rank 0, measured by "
             f"{steps.exposed_source}" + (f": {parts}." if parts else ".")
         )
+    sentences += exposed_in_profile(report)
     if counters is None:
         return [*sentences, "The collectives were not counted: no step had counters."], Table((), [])
     wire = sum(row[3] for row in counters.communication)
@@ -141,6 +143,14 @@ def communication(report: Report, measurements: Measurements, plan: Mapping[str,
     marked = [index for index, row in enumerate(rows) if (row[0], row[1]) in differ]
     headings = ("axis", "collective", "message bytes", "wire bytes", "exposed, predicted")
     return sentences, Table(headings, rows, (0, 1), marked)
+
+
+def exposed_in_profile(report: Report) -> Iterator[str]:
+    """The exposed seconds by axis, which are exact in profiled steps."""
+    steps, by_axis = profiled_exposure(report.history.folder) if report.history is not None else (0, {})
+    if steps:
+        listed = ", ".join(f"{axis} {format_seconds(spent)}" for axis, spent in by_axis.items())
+        yield f"By axis, exactly, in the mean of the {steps} newest profiled steps: {listed or 'nothing'}."
 
 
 def predicted_exposed(plan: Mapping[str, Any]) -> dict[tuple[str, str], float]:
