@@ -124,7 +124,14 @@ class ReportedRun:
 
     def write_profile(self, first: int, last: int, attempt: int) -> None:
         """Writes a profile of rank 0 without events: all exposed time belongs to the control messages."""
-        own = {"attempt": attempt, "rank": 0, "ranks": self.layout.ranks, "device": "cpu", "axes": {}, "collectives": []}
+        own = {
+            "attempt": attempt,
+            "rank": 0,
+            "ranks": self.layout.ranks,
+            "device": "cpu",
+            "axes": {},
+            "collectives": [],
+        }
         text = json.dumps({"meshwright": own, "baseTimeNanoseconds": 0, "traceEvents": []})
         name = f"rank-00000.steps-{first}-{last}.a{attempt:04d}.json.gz"
         (self.folder.root / "trace" / name).write_bytes(gzip.compress(text.encode()))
