@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from small_run import SMALL
 from synthetic_run import write_run
 
 from meshwright.observe.watch.http_server import HttpServer
 from meshwright.observe.watch.page.routes import make_page
+from meshwright.recover.incidents import read_heartbeats
 from meshwright.telemetry.run_folder import RunFolder
 
 CHROMIUM = "/usr/bin/chromium"
@@ -131,3 +137,38 @@ def test_page_of_two_runs_overlays_curves_and_shows_what_differs(browser, serve,
     assert not visit.has_horizontal_scroll()
     assert visit.problems == []
     visit.close()
+
+
+@pytest.mark.long
+def test_page_shows_a_running_job_a_kill_the_restart_and_a_slow_rank(browser, serve, tmp_path):
+    faults = "step.forward:rank1:slow=0.06x2,start.begin:slow=4#1"
+    options = ["--steps", "100000", "--ranks", "3", "--run", "run", "--batch.global=6", "--batch.micro=2", "--checkpoint.every=20"]
+    code = f"from meshwright.cli import main; main({['train', *SMALL, *options]!r})"
+    (tmp_path / "run").mkdir()
+    environment = os.environ | {"MESHWRIGHT_FAULT": faults}
+    with open(tmp_path / "output", "w") as output:
+        process = subprocess.Popen(
+            [sys.executable, "-c", code], cwd=tmp_path, env=environment, stdout=output, stderr=subprocess.STDOUT
+        )
+    try:
+        while not (tmp_path / "run/events/rank-00000.jsonl").exists():
+            assert process.poll() is None, (tmp_path / "output").read_text()
+            time.sleep(0.1)
+        visit = Visit(browser, serve(tmp_path / "run"), viewport={"width": 1280, "height": 900})
+        visit.expect("#signals .badge", "progressing")
+        visit.expect("#signals .sentence", "Rank 1 is slow")
+        visit.expect("#heatmap", "Rank 1 takes")
+        os.kill(read_heartbeats(RunFolder(tmp_path / "run"), 1)[1].pid, signal.SIGKILL)
+        visit.expect("#signals .badge", "restarting")
+        visit.expect("#incidents", "SIGKILL")
+        visit.expect("#incidents", "Attempt 2")
+        visit.expect("#signals .badge", "progressing")
+        visit.expect("#incidents", "straggler")
+        process.send_signal(signal.SIGTERM)
+        visit.expect("#signals .badge", "stopped")
+        assert process.wait(timeout=60) == 143
+        assert visit.problems == []
+        visit.close()
+    finally:
+        process.kill()
+        process.wait()
