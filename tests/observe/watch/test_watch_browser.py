@@ -142,7 +142,17 @@ def test_page_of_two_runs_overlays_curves_and_shows_what_differs(browser, serve,
 @pytest.mark.long
 def test_page_shows_a_running_job_a_kill_the_restart_and_a_slow_rank(browser, serve, tmp_path):
     faults = "step.forward:rank1:slow=0.06x2,start.begin:slow=4#1"
-    options = ["--steps", "100000", "--ranks", "3", "--run", "run", "--batch.global=6", "--batch.micro=2", "--checkpoint.every=20"]
+    options = [
+        "--steps",
+        "100000",
+        "--ranks",
+        "3",
+        "--run",
+        "run",
+        "--batch.global=6",
+        "--batch.micro=2",
+        "--checkpoint.every=20",
+    ]
     code = f"from meshwright.cli import main; main({['train', *SMALL, *options]!r})"
     (tmp_path / "run").mkdir()
     environment = os.environ | {"MESHWRIGHT_FAULT": faults}
