@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 
-from meshwright.torch_private import wrap_collective_waits
+from meshwright.torch_private import inside_backward, wrap_collective_waits
 
 Stamp = float | torch.cuda.Event
 
@@ -46,10 +46,10 @@ class WaitTimer:
         """Whether a wait is one of the training: checkpoints are saved by another thread, and on CUDA other streams
         wait as well. Backward runs on a thread of autograd there.
         """
-        if self._inside:
+        if self._inside or (threading.get_ident() != self._thread and not inside_backward()):
             return False
         if self._stream is None:
-            return threading.get_ident() == self._thread
+            return True
         waiting = args[0] if args and isinstance(args[0], torch.cuda.Stream) else torch.cuda.current_stream()
         return bool(waiting == self._stream)
 
@@ -65,7 +65,7 @@ class WaitTimer:
         if self._stream is None:
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
-        event.record()
+        event.record(self._stream)
         return event
 
     def seconds(self) -> dict[str, float]:
