@@ -58,8 +58,8 @@ class SyntheticRun:
                         waits=waits,
                         outside=outside,
                         communication={"exposed_seconds": exposed, "exposed_source": "host waits"} | self.communication,
-                        **self.fields(rank, step),
                     )
+                    | self.fields(rank, step)
                 )
                 now += seconds
             if rank == 0:

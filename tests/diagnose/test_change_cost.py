@@ -1,0 +1,70 @@
+"""What a change of settings is predicted to do: by the planner where it knows the machine, else by the measured share."""
+
+from __future__ import annotations
+
+import pytest
+from fake_machine import write_machine
+from synthetic_run import SyntheticRun
+
+from meshwright.config import load_config
+from meshwright.diagnose.finding import Change, Finding
+from meshwright.diagnose.run.change_cost import change_settings, changes_numbers, with_costs
+from meshwright.diagnose.run.timed_steps import timed_steps
+from meshwright.errors import ConfigError
+from meshwright.planner.calibration.estimator import estimate
+from meshwright.planner.calibration.run_prediction import predict_run
+from meshwright.planner.workload.planned_job import PlannedJob
+
+PIPELINE = ("--model.layers=4", "--layout.replicate=1", "--layout.pipeline=2", "--batch.micro=8")
+
+
+def costed(job, *settings, cause="bubble", share=0.2):
+    history = job.history()
+    finding = Finding(cause, "", "", share, "high", change=Change(settings))
+    return with_costs(finding, history, timed_steps(history)).change
+
+
+def test_planner_costs_the_change_on_a_measured_machine(tmp_path, home):
+    machine = write_machine(home)
+    job = SyntheticRun(tmp_path, *PIPELINE)
+    job.write_plan(**predict_run(job.config, 1, "cpu").record)
+    change = costed(job, "batch.micro = 2")
+    before, after = (
+        estimate(PlannedJob.from_config(config, machine.with_devices(2))).seconds
+        for config in (job.config, change_settings(job.config, ("batch.micro = 2",)))
+    )
+    assert change.predicted_by == "planner"
+    assert change.predicted_seconds == pytest.approx(0.1 * after / before)
+
+
+def test_measured_share_costs_what_the_planner_does_not_model(tmp_path, home):
+    write_machine(home)
+    job = SyntheticRun(tmp_path)
+    job.write_plan(**predict_run(job.config, 1, "cpu").record)
+    change = costed(job, "ddp.bucket_cap_mb = 4.0", cause="communication")
+    assert (change.predicted_by, change.predicted_seconds) == ("measured share", pytest.approx(0.08))
+
+
+def test_prediction_for_another_machine_is_not_used(tmp_path, home):
+    write_machine(home)
+    job = SyntheticRun(tmp_path, *PIPELINE)
+    job.write_plan(**predict_run(job.config, 1, "cpu").record | {"cluster": "h100:8"})
+    assert costed(job, "batch.micro = 2").predicted_by == "measured share"
+
+
+def test_change_that_does_not_fit_the_other_settings_becomes_advice(tmp_path):
+    change = costed(SyntheticRun(tmp_path, *PIPELINE), "batch.micro = 5")
+    assert (change.settings, change.predicted_seconds) == ((), None)
+    assert "batch.micro = 5" in change.action
+
+
+def test_change_of_a_broken_run_has_no_predicted_time(tmp_path):
+    assert costed(SyntheticRun(tmp_path), "optimizer.lr = 0.001", cause="numerics").predicted_seconds is None
+
+
+def test_identity_settings_change_the_numbers_and_placement_does_not():
+    config = load_config()
+    assert changes_numbers(config, change_settings(config, ("model.router_bias_rate = 0.1",)))
+    assert not changes_numbers(config, change_settings(config, ("data.workers = 2", 'checkpoint.mode = "sync"')))
+    with pytest.raises(ConfigError, match="batch.micro = 5"):
+        change_settings(config, ("batch.micro = 5",))

@@ -1,0 +1,54 @@
+"""A run folder from somebody else is diagnosed as far as its records go: no record makes the diagnosis fail."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from synthetic_run import SyntheticRun
+
+from meshwright.diagnose.finding import CAUSES
+from meshwright.diagnose.run.diagnose import diagnose_run
+from meshwright.history.run_history import RunHistory
+from meshwright.telemetry.run_folder import RunFolder
+
+STRANGE = [None, -1, 0, 1e308, "x", [], {}, [[1], [2, 3]], True, "\x1b[31m"]
+
+
+@pytest.mark.parametrize("value", STRANGE, ids=repr)
+def test_strange_values_in_records_and_plan(tmp_path, value):
+    job = SyntheticRun(tmp_path, "--model.experts=4", "--layout.expert=2")
+    job.start |= {"hosts": value, "device": value, "pipeline": value}
+    job.fields = lambda _rank, step: {} if step % 2 else {"major_faults": value, "experts": value, "loss": value}
+    job.communication = {"buckets": value, "message_bytes": value, "exposed_seconds": value}
+    job.other_events = [
+        {"kind": "experts", "step": 20, "loads": value, "dropped": value},
+        {"kind": "counters", "step": 1, "communication": value, "memory": {"peak_total": value}},
+        {"kind": "checkpoint", "step": 10, "bytes": value, "seconds": value, "stall_seconds": value},
+    ]
+    job.write_plan(seconds=value, phases=value, communication=value, flops=value, peak_flops=value, cluster=value)
+    findings = diagnose_run(job.history())
+    assert findings
+    assert all(finding.cause in CAUSES for finding in findings)
+    json.dumps([finding.to_json() for finding in findings], allow_nan=False)
+
+
+@pytest.mark.parametrize("text", ["", "steps = -1", "[layout]\nreplicate = 1000000", "not toml", "model = 3"])
+def test_strange_run_files(tmp_path, text):
+    job = SyntheticRun(tmp_path)
+    job.history()
+    (job.folder / "run.toml").write_text(text)
+    assert diagnose_run(RunHistory(RunFolder(job.folder)))
+
+
+def test_other_layout_than_the_records_have(tmp_path):
+    job = SyntheticRun(tmp_path, ranks=4)
+    job.start["ranks"] = 2
+    assert [finding.variant for finding in diagnose_run(job.history())] == ["too few steps"]
+
+
+def test_phases_that_are_missing(tmp_path):
+    job = SyntheticRun(tmp_path)
+    job.phases = lambda _rank, _step: {"forward": float("nan")}
+    job.waits = lambda _rank, _step: {"backward": 5.0}
+    assert diagnose_run(job.history())
