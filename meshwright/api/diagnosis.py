@@ -74,7 +74,7 @@ def run_trial(
     history: RunHistory, finding: Finding, entry_points: Mapping[str, str], steps: int, fork: bool
 ) -> ChangeTrial:
     folder, measured = history.folder, timed_steps(history)
-    if measured is None or finding.change.predicted_seconds is None:
+    if measured is None or not finding.change.settings:
         raise ConfigError(
             f"the first finding of {folder.root} ({finding.cause}) proposes no settings to try",
             f"try {finding.change.action or 'meshwright diagnose without --try'}",

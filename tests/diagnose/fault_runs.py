@@ -148,7 +148,7 @@ FAULTS: dict[str, FaultRun] = {
         Variant(model(64, 2, 32, 8, 24), "step.forward:rank1:slow=0.03", {"rank": 1, "phase": "forward"}),
         Variant(
             (*model(96, 2, 48, 12, 20, 3), "--batch.micro=2"),
-            "step.forward:rank0:slow=0.02",
+            "step.forward:rank0:slow=0.04",
             {"rank": 0, "phase": "forward"},
         ),
     ),

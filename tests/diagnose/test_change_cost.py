@@ -1,4 +1,4 @@
-"""What a change of settings is predicted to do: by the planner where it knows the machine, else by the measured share."""
+"""The predicted step time of a change: by the planner where it knows the machine, else by the measured share."""
 
 from __future__ import annotations
 
@@ -66,5 +66,5 @@ def test_identity_settings_change_the_numbers_and_placement_does_not():
     config = load_config()
     assert changes_numbers(config, change_settings(config, ("model.router_bias_rate = 0.1",)))
     assert not changes_numbers(config, change_settings(config, ("data.workers = 2", 'checkpoint.mode = "sync"')))
-    with pytest.raises(ConfigError, match="batch.micro = 5"):
+    with pytest.raises(ConfigError, match=r"batch\.micro = 5"):
         change_settings(config, ("batch.micro = 5",))

@@ -315,3 +315,16 @@ def test_change_has_a_predicted_step_time(run):
     change = diagnose_run(job.history())[0].change
     assert change.predicted_by == "measured share"
     assert change.predicted_seconds == pytest.approx(0.149 - 0.05, rel=0.02)
+
+
+def test_rank_that_is_slow_in_one_phase_and_faster_in_another_is_a_straggler(run):
+    job = run("--batch.global=12", ranks=3)
+    job.phases = lambda rank, _step: {"forward": 0.09, "backward": 0.02} if rank == 0 else {"sync": 0.03}
+    (finding,) = stragglers.find(job.history())
+    assert (finding.rank, finding.phase) == (0, "forward")
+
+
+def test_small_difference_in_one_phase_is_no_straggler(run):
+    job = run()
+    job.phases = lambda rank, _step: {"forward": 0.03 + 0.012 * rank, "backward": 0.06 - 0.012 * rank}
+    assert not list(stragglers.find(job.history()))

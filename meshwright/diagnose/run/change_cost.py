@@ -35,11 +35,9 @@ def changes_numbers(config: RunConfig, changed: RunConfig) -> bool:
 
 
 def with_costs(finding: Finding, history: RunHistory, steps: TimedSteps) -> Finding:
-    """A finding of slow steps with the predicted step time after its change. The change of a broken run is not about
-    time.
-    """
+    """A finding of slow steps with the predicted step time after its change; what breaks a run is not about time."""
     change = finding.change
-    if not change.settings or change.predicted_seconds is not None or finding.cause in BROKEN:
+    if not change.settings or change.predicted_seconds is not None or finding.cause in BROKEN or not finding.share:
         return finding
     try:
         changed = change_settings(steps.config, change.settings)

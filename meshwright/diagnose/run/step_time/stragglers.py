@@ -22,6 +22,8 @@ STEADY_STEPS = 0.8
 """Share of the steps in which a steady straggler is behind its peers."""
 STEADY_SHARE = 0.1
 """Share of the step time by which it is behind: ranks of a shared machine differ by less."""
+PHASE_SHARE = 0.2
+"""Share of the step time by which it is behind in one phase, if it is not behind in total."""
 NOISE = 3.0
 """A typical difference must be this many times its standard error."""
 OUTLIER_SHARE = 0.5
@@ -83,15 +85,23 @@ def slowest_phase(steps: TimedSteps, index: int, at: NDArray[np.bool_]) -> tuple
     return phase, float(own), float(others)
 
 
-def steady(steps: TimedSteps, index: int, behind: NDArray[np.float64]) -> Finding | None:
-    """A rank that is behind in nearly every step."""
+def is_steady(behind: NDArray[np.float64], threshold: float) -> bool:
+    """Whether a rank is behind in nearly every step, by at least `threshold` seconds."""
     typical = float(np.median(behind))
-    spread = 1.4826 * float(np.median(np.abs(behind - typical)))
-    share = typical / steps.duration
-    if share < STEADY_SHARE or (behind > 0).mean() < STEADY_STEPS or typical < NOISE * spread / len(behind) ** 0.5:
-        return None
+    error = 1.4826 * float(np.median(np.abs(behind - typical))) / len(behind) ** 0.5
+    return typical >= max(threshold, NOISE * error) and (behind > 0).mean() >= STEADY_STEPS
+
+
+def steady(steps: TimedSteps, index: int, behind: NDArray[np.float64]) -> Finding | None:
+    """A rank that is behind in nearly every step: in total, or by more in one phase, after which the others wait."""
     everywhere = np.ones(len(behind), dtype=bool)
     phase, own, others = slowest_phase(steps, index, everywhere)
+    if not is_steady(behind, STEADY_SHARE * steps.duration):
+        behind = above_peers(steps, steps.local[phase])[index]
+        if not is_steady(behind, PHASE_SHARE * steps.duration) or own < 1.5 * others:
+            return None
+    typical = float(np.median(behind))
+    share = typical / steps.duration
     rank = steps.ranks[index]
     return Finding(
         "straggler",
