@@ -74,10 +74,10 @@ def run_trial(
     history: RunHistory, finding: Finding, entry_points: Mapping[str, str], steps: int, fork: bool
 ) -> ChangeTrial:
     folder, measured = history.folder, timed_steps(history)
-    if measured is None or not finding.change.settings:
+    if measured is None or not finding.change.settings or finding.change.predicted_seconds is None:
         raise ConfigError(
-            f"the first finding of {folder.root} ({finding.cause}) proposes no settings to try",
-            f"try {finding.change.action or 'meshwright diagnose without --try'}",
+            f"the first finding of {folder.root} ({finding.cause}) proposes no settings that change the step time",
+            f"try {finding.change.action or finding.check}",
         )
     if history.is_alive:
         raise ConfigError(

@@ -77,8 +77,8 @@ def test_trial_measures_the_change_and_leaves_the_run_folder_alone(tmp_path, mon
 
 def test_trial_of_a_change_of_the_numbers_needs_fork(tmp_path):
 
-    job = SyntheticRun(tmp_path, "--model.experts=4")
-    job.other_events = [{"kind": "experts", "step": 20, "loads": [[0, 50, 50, 0]], "dropped": [0]}]
+    job = SyntheticRun(tmp_path, "--model.experts=4", "--layout.expert=2")
+    job.other_events = [{"kind": "experts", "step": 20, "loads": [[0, 0, 50, 50]], "dropped": [0]}]
     job.history()
     with pytest.raises(ConfigError, match="changes the numbers of the run; try --fork"):
         try_first_finding(job.folder, {})
@@ -89,5 +89,7 @@ def test_trial_of_a_finding_without_settings_says_what_to_do(tmp_path):
     job = SyntheticRun(tmp_path)
     job.phases = lambda rank, _step: {"forward": 0.1} if rank else {}
     job.history()
-    with pytest.raises(ConfigError, match="proposes no settings to try; try look at that rank's device"):
+    with pytest.raises(
+        ConfigError, match="proposes no settings that change the step time; try look at that rank's device"
+    ):
         try_first_finding(job.folder, {})

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
+import json
+
 import pytest
 from synthetic_run import SyntheticRun
 
@@ -15,6 +18,7 @@ from meshwright.diagnose.run.step_time import (
     device_use,
     expert_loads,
     memory_thrash,
+    profiled_steps,
     stragglers,
 )
 
@@ -328,3 +332,42 @@ def test_small_difference_in_one_phase_is_no_straggler(run):
     job = run()
     job.phases = lambda rank, _step: {"forward": 0.03 + 0.012 * rank, "backward": 0.06 - 0.012 * rank}
     assert not list(stragglers.find(job.history()))
+
+
+def test_newest_profile_of_a_run_shows_its_kernels(run):
+    job = run()
+    job.start["device"] = "NVIDIA H100"
+    (job.folder / "trace").mkdir()
+    write_profile(job.folder / "trace" / "rank-00000.steps-2-4.a0001.json.gz", kernels=1)
+    write_profile(job.folder / "trace" / "rank-00000.steps-12-14.a0001.json.gz", kernels=300)
+    findings = list(profiled_steps.find(job.history()))
+    assert [finding.cause for finding in findings] == ["device"]
+    assert findings[0].sentence.startswith("In the profiled steps: ")
+
+
+def test_profile_that_is_cut_off_is_left_out(run):
+    job = run()
+    (job.folder / "trace").mkdir()
+    (job.folder / "trace" / "rank-00000.steps-2-4.a0001.json.gz").write_bytes(b"\x1f\x8b\x08")
+    assert not list(profiled_steps.find(job.history()))
+
+
+def write_profile(path, kernels):
+    """A trace of three steps of 3 ms, in which short kernels are launched one by one."""
+    events = []
+    for step in range(3):
+        start = 3000.0 * step
+        events.append(event("user_annotation", f"ProfilerStep#{step}", start, 3000.0, tid=1))
+        for index in range(kernels):
+            at, link = start + index * 3000.0 / kernels, {"correlation": 1 + step * kernels + index}
+            events.append(event("cpu_op", "aten::add", at, 3000.0 / kernels * 0.9, tid=1))
+            events.append(event("cuda_runtime", "cudaLaunchKernel", at, 2.0, tid=1, args=link))
+            length = 1.0 if kernels > 1 else 2990.0
+            events.append(event("kernel", "add", at + 2.5, length, tid=7, pid=0, args=link | {"stream": 7}))
+    with gzip.open(path, "wt") as file:
+        json.dump({"deviceProperties": [{"id": 0, "name": "H100"}], "traceEvents": events}, file)
+
+
+def event(category, name, start, length, tid, pid=99, args=None):
+    times = {"ts": start, "dur": length}
+    return {"ph": "X", "cat": category, "name": name, "pid": pid, "tid": tid, **times, "args": args or {}}

@@ -16,6 +16,7 @@ from meshwright.diagnose.run.step_time import (
     device_use,
     expert_loads,
     memory_thrash,
+    profiled_steps,
     stragglers,
 )
 from meshwright.diagnose.run.timed_steps import LIMITING_SHARE, TimedSteps, timed_steps
@@ -34,6 +35,7 @@ CLASSES: tuple[Callable[[RunHistory], Iterator[Finding]], ...] = (
     checkpoint_stall.find,
     memory_thrash.find,
     device_use.find,
+    profiled_steps.find,
 )
 """Every class of causes: a generator of findings from the history of a run."""
 

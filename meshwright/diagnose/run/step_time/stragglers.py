@@ -89,7 +89,7 @@ def is_steady(behind: NDArray[np.float64], threshold: float) -> bool:
     """Whether a rank is behind in nearly every step, by at least `threshold` seconds."""
     typical = float(np.median(behind))
     error = 1.4826 * float(np.median(np.abs(behind - typical))) / len(behind) ** 0.5
-    return typical >= max(threshold, NOISE * error) and (behind > 0).mean() >= STEADY_STEPS
+    return typical >= max(threshold, NOISE * error) and float((behind > 0).mean()) >= STEADY_STEPS
 
 
 def steady(steps: TimedSteps, index: int, behind: NDArray[np.float64]) -> Finding | None:
