@@ -14,20 +14,20 @@ PART_CLASSES = {
     "exposed communication": "orange",
     "bubble": "violet",
     "straggler": "red",
-    "checkpoint": "blue",
-    "evaluation": "teal",
-    "callback": "slate",
-    "bookkeeping": "slate",
-    "start": "grey",
-    "compile": "teal",
-    "skipped": "gold",
-    "lost work": "pink",
-    "stalled": "lime",
-    "restart": "brown",
+    "checkpoint": "teal",
+    "evaluation": "sky",
+    "callback": "lime",
+    "bookkeeping": "brown",
+    "start": "slate",
+    "compile": "blue",
+    "skipped": "warn",
+    "lost work": "bad",
+    "stalled": "ink",
+    "restart": "pink",
     "idle": "grey",
-    "end": "sky",
+    "end": "sand",
 }
-"""The color of every part of the goodput account."""
+"""The color of every part of the goodput account, as on the live page."""
 
 
 def account_section(history: RunHistory, now: float) -> Section:

@@ -49,7 +49,7 @@ def summary(history: RunHistory) -> Iterator[str]:
     restored = [attempt for attempt in history.attempts if attempt.restored is not None]
     if restored:
         steps = ", ".join(str(attempt.first_step) for attempt in restored[-8:])
-        yield f"Attempts continued from a checkpoint {len(restored):,} times; the newest at step {steps}."
+        yield f"Attempts that continued from a checkpoint: {len(restored):,}; the newest at step {steps}."
     published = [found for found in history.checkpoints if found.state == "published"]
     if published:
         yield (
