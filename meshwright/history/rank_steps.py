@@ -31,7 +31,7 @@ class RankSteps:
     def __init__(self, path: Path, rank: int, ranks: int = 1) -> None:
         self.rank = rank
         self._tail = EventTail(path)
-        self._rows = StepRows()
+        self._rows = StepRows(max_rows=2 * NEWEST_STEPS if rank else None)
         self._started = False
         self._bytes = max(NEWEST_BYTES, OTHER_RANKS_BYTES // max(1, ranks)) if rank else 0
         try:

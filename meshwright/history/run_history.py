@@ -171,11 +171,11 @@ class RunHistory:
     def _read_rank(self, records: RankSteps) -> None:
         before = len(records.table)
         records.update(lambda event: self._receive(event, records.rank))
-        table = records.table.select(slice(before, None))
-        if not len(table):
-            return
-        self._rank_attempts[records.rank] = int(table.attempt[-1])
-        if records.rank == 0:
+        table = records.table
+        if len(table):
+            self._rank_attempts[records.rank] = int(table.column("attempt")[-1])
+        if records.rank == 0 and len(table) > before:
+            table = table.select(slice(before, None))
             numbers = table.attempt
             for number in sorted(set(numbers.tolist())):
                 rows = table.select(numbers == number)

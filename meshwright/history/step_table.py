@@ -223,9 +223,12 @@ class DecimatedSteps:
 
 
 class StepRows:
-    """Rows that are appended as step records."""
+    """Rows that are appended as step records. Beyond `max_rows`, the newer half remains, and one in two of the others:
+    what a run that goes on for ever keeps in memory is bounded.
+    """
 
-    def __init__(self) -> None:
+    def __init__(self, max_rows: int | None = None) -> None:
+        self._max_rows = max_rows
         self._rows: NDArray[np.float64] = np.empty((256, len(COLUMNS)))
         self._count = 0
         self._pending: list[list[Any]] = []
@@ -249,6 +252,10 @@ class StepRows:
             self._rows = np.concatenate([self._rows, np.empty_like(self._rows)])
         self._rows[self._count : self._count + len(rows)] = rows
         self._count += len(rows)
+        while self._max_rows is not None and self._count > self._max_rows:
+            newer = self._count - self._max_rows // 2
+            kept = np.concatenate([self._rows[:newer:2], self._rows[newer : self._count]])
+            self._rows, self._count = kept, len(kept)
 
 
 CHUNK = 512

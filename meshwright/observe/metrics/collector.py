@@ -60,10 +60,10 @@ def take_snapshot(history: RunHistory, run: str) -> Snapshot:
 
 
 def run_names(folders: Sequence[Path]) -> list[str]:
-    """The names of run folders, with as many of the folders that contain them as make the names different."""
+    """The names of different run folders, with as many of the folders that contain them as make the names different."""
     for parts in range(1, max(len(folder.parts) for folder in folders) + 1):
         names = [str(Path(*folder.parts[-parts:])) for folder in folders]
-        if len(set(names)) == len(set(folders)):
+        if len(set(names)) == len(folders):
             break
     return [label_text(name) for name in names]
 
@@ -106,9 +106,9 @@ class RunsCollector(Collector):
     def _refresh(self) -> None:
         if time.monotonic() > self._valid_until:
             began = time.thread_time()
-            histories = [updated() for updated in self._runs]
-            names = run_names([history.folder.root.absolute() for history in histories])
-            self._snapshots = [take_snapshot(history, name) for history, name in zip(histories, names, strict=True)]
+            histories = {history.folder.root.absolute(): history for history in (updated() for updated in self._runs)}
+            names = run_names(list(histories))
+            self._snapshots = [take_snapshot(*pair) for pair in zip(histories.values(), names, strict=True)]
             self._encoded = {}
             spent = time.thread_time() - began
             self._valid_until = time.monotonic() + max(CACHE_SECONDS, spent / MAX_READING_SHARE)

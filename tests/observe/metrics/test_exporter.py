@@ -13,8 +13,8 @@ from contextlib import suppress
 
 import httpx
 import pytest
+from exported_run import record_run
 from prometheus_client import parser
-from recorded_run import record_run
 from small_run import small_config
 
 from meshwright import Callback, train

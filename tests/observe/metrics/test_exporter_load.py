@@ -8,8 +8,8 @@ import threading
 from pathlib import Path
 
 import pytest
+from exported_run import record_run
 from raw_requests import connect, get
-from recorded_run import record_run
 from test_exporter import free_port, scrape, wait_for
 from test_metrics_endpoint import READERS, scrape_many, send_garbage
 

@@ -7,9 +7,9 @@ import threading
 
 import httpx
 import pytest
+from exported_run import record_run
 from prometheus_client import parser
 from raw_requests import connect, exchange, get
-from recorded_run import record_run
 from starlette.testclient import TestClient
 
 from meshwright.history.run_history import RunHistory

@@ -8,9 +8,9 @@ import runpy
 from pathlib import Path
 
 import pytest
+from exported_run import PHASES, STEP_SECONDS, record_run
 from prometheus_client import parser
 from prometheus_client.openmetrics import parser as openmetrics_parser
-from recorded_run import PHASES, STEP_SECONDS, record_run
 
 from meshwright.history.run_history import RunHistory
 from meshwright.observe.metrics import metric

@@ -8,7 +8,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from itertools import pairwise
 
 import pytest
-from recorded_run import PHASES, STEP_SECONDS, record_run
+from exported_run import PHASES, STEP_SECONDS, record_run
 
 from meshwright.config import MetricsConfig
 from meshwright.errors import ConfigError
