@@ -52,7 +52,7 @@ class StepProfiler:
         log: EventLog,
     ) -> None:
         self._config, self._folder, self._attempt, self._world = config, folder, attempt, world
-        self._metadata, self._axes, self._spans, self._log = metadata, axes, spans, log
+        self._metadata, self._axes, self._spans, self.log = metadata, axes, spans, log
         self._ranges = self._missing_ranges(config.ranges())
         self._profile: profile | None = None
         self._steps = range(0)
@@ -104,7 +104,7 @@ class StepProfiler:
                 result = self._write(ended)
             except (OSError, RuntimeError) as error:
                 result = {"message": f"the profile cannot be written: {error}"}
-            self._log.write("profile", step=self._steps.start, steps=len(self._steps), **result)
+            self.log.write("profile", step=self._steps.start, steps=len(self._steps), **result)
 
     def _described(self) -> Event:
         return self._metadata | {
