@@ -71,9 +71,10 @@ def recorded_collectives() -> list[dict[str, Any]]:
     """The newest collectives of this process, oldest first, as the flight recorder has them: process group, sequence
     number, name and time. Messages between two ranks are not recorded on Gloo.
     """
-    dump = getattr(torch._C._distributed_c10d, "_dump_fr_trace_json", None)
-    entries: list[dict[str, Any]] = json.loads(dump())["entries"] if dump is not None else []
-    return entries
+    c10d = torch._C._distributed_c10d
+    dumps = (getattr(c10d, name, None) for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"))
+    entries = [entry for dump in dumps if dump is not None for entry in json.loads(dump()).get("entries", ())]
+    return sorted(entries, key=lambda entry: entry["time_created_ns"])
 
 
 _wrapped_waits: list[Callable[..., Any]] = []

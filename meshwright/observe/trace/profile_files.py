@@ -73,6 +73,8 @@ class ProfileHead:
     axes: dict[str, str]
     """process group -> axis"""
     collectives: list[RecordedCollective]
+    is_complete: bool = True
+    """whether all collectives of the steps are recorded"""
 
     def axis(self, group: str) -> str:
         """The axis of a process group; small control messages use the group of all ranks."""
@@ -102,6 +104,8 @@ class ProfileReader:
         self._text = self._chunks()
         self._buffer = ""
         self.head = self._read_head()
+        if not self.head.is_complete:
+            self.notes.append("it has the newest collectives of a step only; TORCH_FR_BUFFER_SIZE=20000 keeps more")
 
     def _chunks(self) -> Iterator[str]:
         """Yields the text in chunks of bounded size."""
@@ -156,7 +160,7 @@ def parse_head(head: Event, rank: int) -> ProfileHead:
     axes = {group: str(axis)[:32] for group, axis in bounded_object(own.get("axes")).items()}
     rows = own.get("collectives")
     parsed = (parse_row(row, place) for row in (rows if isinstance(rows, list) else ())[:MAX_ROWS])
-    return ProfileHead(place, base, axes, [row for row in parsed if row is not None])
+    return ProfileHead(place, base, axes, [row for row in parsed if row is not None], not own.get("incomplete_steps"))
 
 
 def parse_row(row: Any, place: RankPlace) -> RecordedCollective | None:

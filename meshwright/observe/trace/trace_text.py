@@ -36,7 +36,8 @@ class TraceSummary:
         return asdict(self)
 
     def text(self) -> str:
-        lines = [f"{self.file}: {self.ranks} ranks, {self.steps} steps, {self.events:,} events, {self.links:,} links"]
+        counts = {"rank": self.ranks, "step": self.steps, "event": self.events, "link": self.links}
+        lines = [f"{self.file}: " + ", ".join(f"{n:,} {name}{'s' if n != 1 else ''}" for name, n in counts.items())]
         if self.exposed_seconds:
             parts = (f"{axis} {format_seconds(seconds)}" for axis, seconds in self.exposed_seconds.items())
             lines.append(f"exposed communication of profiled steps, mean per step and rank: {', '.join(parts)}")
@@ -59,7 +60,7 @@ def write_trace(run: Path, steps: str | None = None, out: Path | None = None) ->
         len(merged.steps),
         merged.writer.events,
         merged.writer.links,
-        mean_exposed(folder) if merged.profiles else {},
+        mean_exposed(folder) if merged.profiles and len(merged.ranks) > 1 else {},
         merged.notes,
     )
 

@@ -57,6 +57,7 @@ class StepProfiler:
         self._profile: profile | None = None
         self._steps = range(0)
         self._collectives: list[tuple[Any, ...]] = []
+        self._incomplete: list[int] = []
 
     def _missing_ranges(self, ranges: list[range]) -> list[range]:
         if not ranges:
@@ -77,13 +78,16 @@ class StepProfiler:
         begin = time.time_ns()
         with record_function(f"ProfilerStep#{step}"):
             yield True
-        self._collectives += collectives_since(begin, step)
+        rows, complete = collectives_since(begin, step)
+        self._collectives += rows
+        if not complete:
+            self._incomplete.append(step)
         if step + 1 == steps.stop:
             self.close()
 
     def _start(self, step: int, steps: range) -> None:
         os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # it reports on standard error what it does
-        self._steps, self._collectives = steps, []
+        self._steps, self._collectives, self._incomplete = steps, [], []
         activities = [ProfilerActivity.CPU]
         if self._world.device.type == "cuda":
             activities.append(ProfilerActivity.CUDA)
@@ -113,6 +117,7 @@ class StepProfiler:
             "axes": self._axes(),
             "columns": COLUMNS,
             "collectives": self._collectives,
+            "incomplete_steps": self._incomplete,
         }
 
     def _write(self, ended: profile) -> Event:
@@ -130,11 +135,15 @@ class StepProfiler:
         return {"file": str(path.relative_to(self._folder.root)), "bytes": path.stat().st_size}
 
 
-def collectives_since(begin: int, step: int) -> list[tuple[Any, ...]]:
-    """Returns the rows of the collectives of this process since `begin` (Unix nanoseconds)."""
+def collectives_since(begin: int, step: int) -> tuple[list[tuple[Any, ...]], bool]:
+    """Returns the rows of the collectives of this process since `begin` (Unix nanoseconds), and whether these are all:
+    the recorder keeps the newest 2,000, or TORCH_FR_BUFFER_SIZE.
+    """
     if not torch.distributed.is_initialized():
-        return []
-    return [
+        return [], True
+    entries = recorded_collectives()
+    complete = not entries or entries[0].get("record_id", 0) == 0 or entries[0]["time_created_ns"] < begin
+    rows = [
         (
             step,
             entry["process_group"][0],
@@ -143,6 +152,7 @@ def collectives_since(begin: int, step: int) -> list[tuple[Any, ...]]:
             entry["time_created_ns"] // 1000,
             sum(torch.Size(size).numel() for size in entry["input_sizes"]),
         )
-        for entry in recorded_collectives()
-        if entry["time_created_ns"] >= begin and not entry["is_p2p"]
+        for entry in entries
+        if entry["time_created_ns"] >= begin and not entry.get("is_p2p")
     ]
+    return rows, complete
