@@ -125,7 +125,7 @@ def recent_steps(table: StepTable, attempt: AttemptHistory | None) -> StepTable:
 
 
 def read_progress(history: RunHistory, recent: StepTable, account: GoodputAccount) -> ProgressSignal:
-    attempt = history.newest_attempt
+    attempt = located_attempt(history)
     done, steps = (attempt.done if attempt else 0), history.total_steps
     rate = samples = tokens = eta = None
     if len(recent):
@@ -134,6 +134,12 @@ def read_progress(history: RunHistory, recent: StepTable, account: GoodputAccoun
         samples, tokens = float(np.nansum(recent.samples)) / span, float(np.nansum(recent.tokens)) / span
         eta = (steps - done) / rate if steps > done else 0.0
     return ProgressSignal(done, steps, rate, samples, tokens, eta, account.samples_per_second)
+
+
+def located_attempt(history: RunHistory) -> AttemptHistory | None:
+    """The newest attempt of which it is known where it resumes; a later one has not restored its checkpoint yet."""
+    known = (one for one in reversed(history.attempts) if one.steps_recorded or one.restored)
+    return next(known, history.newest_attempt)
 
 
 def span_seconds(rows: StepTable) -> float:
@@ -152,7 +158,7 @@ def read_communication(recent: StepTable) -> CommunicationSignal:
 
 
 def read_recovery(history: RunHistory, table: StepTable, now: float) -> RecoverySignal:
-    attempt = history.newest_attempt
+    attempt = located_attempt(history)
     done = attempt.done if attempt else 0
     usable = [found for found in history.checkpoints if found.state == "published" and found.step <= done]
     newest = usable[-1] if usable else None
@@ -190,9 +196,10 @@ def read_state(history: RunHistory, recent: StepTable, now: float) -> tuple[str,
         text = f"Attempt {attempt.number} repeats steps {attempt.first_step} to {reached - 1}, completed before"
         return "replaying", f"{text}; {where}.", None
     slow = [found for found in history.stragglers if found["attempt"] == attempt.number]
-    if slow and slow[-1]["step"] >= attempt.done - STRAGGLER_STEPS:
-        factor = slow[-1]["factor"] or 1.0
-        rank, phase = slow[-1]["rank"], slow[-1]["phase"]
+    slow = [found for found in slow if found["step"] >= attempt.done - STRAGGLER_STEPS]
+    if slow:
+        slowest = max(slow, key=lambda found: found["seconds"] or 0.0)
+        factor, rank, phase = slowest["factor"] or 1.0, slowest["rank"], slowest["phase"]
         text = f"Rank {rank} is slow: {factor:.1f} times the others, most of it in {phase}"
         return "progressing", f"{text}; {where}.", rank
     return "progressing", f"{attempt.done:,} of {history.total_steps:,} steps are done.", None
@@ -205,7 +212,7 @@ def ended_state(history: RunHistory, attempt: AttemptHistory, now: float) -> tup
         return None
     newest = history.newest_record
     ago = f"{format_clock(now - newest)} ago" if newest is not None else "at an unknown time"
-    done = f"{attempt.done:,} of {history.total_steps:,} steps done"
+    done = f"{(located_attempt(history) or attempt).done:,} of {history.total_steps:,} steps done"
     incident = attempt.incident
     message = incident.message.splitlines()[0] if incident and incident.message else ""
     if outcome == "complete":

@@ -104,6 +104,26 @@ def test_configs_of_several_runs_show_what_differs(tmp_path):
     assert differences == [{"key": "optimizer.lr", "values": ["0.0003", "0.001"]}]
 
 
+def test_attempt_that_starts_shows_how_far_the_one_before_was(tmp_path):
+    folder = write_run(tmp_path / "run", steps=65, failed_at=None, complete=False)
+    (folder / "attempts/0002").mkdir()
+    client = page(folder)
+    snapshot = client.get("/api/runs/0/snapshot").json()
+    assert (snapshot["signals"]["progress"]["done"], snapshot["size"]) == (65, 4)
+    assert snapshot["signals"]["recovery"]["checkpoint_step"] == 60
+    assert snapshot["signals"]["recovery"]["steps_at_risk"] == 5
+    assert [mark["number"] for mark in client.get("/api/runs/0/curves").json()["attempts"]] == [1]
+
+
+def test_notices_of_the_same_rank_are_one_with_a_count(tmp_path):
+    folder = write_run(tmp_path / "run", steps=10, failed_at=None)
+    straggler = (folder / "events/supervisor.jsonl").read_text().splitlines()[1]
+    with open(folder / "events/supervisor.jsonl", "a") as file:
+        file.write((straggler + "\n") * 4)
+    notices = page(folder).get("/api/runs/0/snapshot").json()["notices"]
+    assert [(notice["kind"], notice["rank"], notice["count"]) for notice in notices] == [("straggler", 2, 5)]
+
+
 def test_new_records_change_the_answers(tmp_path):
     folder = write_run(tmp_path / "run", steps=10, ranks=1, failed_at=None)
     client = page(folder)

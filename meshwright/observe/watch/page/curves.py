@@ -31,7 +31,11 @@ def describe_curves(history: RunHistory, points: int, first: int | None, last: i
         "grad_norm": describe_column(bins, "grad_norm"),
         "throughput": describe_throughput(table, bins),
         "phases": describe_phases(bins.mean),
-        "attempts": [{"number": one.number, "step": one.first_step} for one in history.attempts[-MAX_MARKS:]],
+        "attempts": [
+            {"number": one.number, "step": one.first_step}
+            for one in history.attempts[-MAX_MARKS:]
+            if one.steps_recorded or one.restored  # else it is not known yet where the attempt begins
+        ],
         "evaluations": [[event["step"], event["loss"]] for event in history.evaluations[-MAX_EVALUATIONS:]],
     }
 

@@ -22,7 +22,7 @@ SCALE = (0.02, 0.5, 0.98)
 """The quantiles of the cells at which the colours begin, the median, and those at which they end."""
 MIN_SPREAD, MAX_SPREAD = 1.5, 2.0
 """The scale reaches to at least so many times its low end, so that noise is no pattern, and to at most so many times
-the median, so that the slow first steps of an attempt do not hide a slow rank."""
+the median, or to the median of the slowest rank, so that the slow first steps of an attempt do not hide a slow rank."""
 
 Cells = NDArray[np.float64]
 
@@ -68,8 +68,9 @@ def bin_means(table: StepTable, values: Cells, low: int, high: int, columns: int
 
 def describe_cells(cells: Cells) -> dict[str, Any]:
     low, median, high = (float(quantile) for quantile in np.nanquantile(cells, SCALE))
+    limit = max(median * MAX_SPREAD, float(np.nanmax(np.nanmedian(cells, axis=1))))
     return {
         "cells": [shorten(row, 3) for row in cells],
         "means": shorten(np.nanmean(cells, axis=1)),
-        "scale": [low, max(low * MIN_SPREAD, min(high, median * MAX_SPREAD))],
+        "scale": [low, max(low * MIN_SPREAD, min(high, limit))],
     }

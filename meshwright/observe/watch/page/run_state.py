@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict
 from typing import Any
 
@@ -25,8 +26,8 @@ NOTICES = ("stragglers", "hangs", "save_failures", "bad_samples", "nonfinite", "
 
 def describe_run(history: RunHistory, now: float) -> dict[str, Any]:
     """Everything that the page shows besides curves, heat map, timeline and logs."""
-    newest = history.newest_attempt
-    start = newest.start if newest else {}
+    started = next((attempt for attempt in reversed(history.attempts) if attempt.start), None)
+    start = started.start if started else {}
     attempts = history.attempts[-MAX_ROWS:]
     account = goodput(history, now)
     return {
@@ -34,7 +35,7 @@ def describe_run(history: RunHistory, now: float) -> dict[str, Any]:
         "signals": read_signals(history, now, account).to_json(),
         "goodput": {"wall_seconds": account.wall_seconds, "parts": account.parts, "notes": account.notes[:8]},
         "unit": str(start.get("unit", "tokens"))[:16],
-        "size": newest.ranks if newest else 0,
+        "size": started.ranks if started else 0,
         "layout": str(start.get("layout", ""))[:200],
         "ranks": history.ranks[:4096],
         "attempts": [describe_attempt(one, attempts[-MAX_INCIDENTS:]) for one in attempts],
@@ -68,9 +69,14 @@ def describe_attempt(attempt: AttemptHistory, in_full: list[AttemptHistory]) -> 
 
 
 def describe_notices(history: RunHistory) -> list[dict[str, Any]]:
-    """The newest events that are no incidents but deserve attention, newest first."""
-    events = [event for name in NOTICES for event in getattr(history, name)[-MAX_ROWS:]]
-    events.sort(key=lambda event: event["time"] or 0.0, reverse=True)
+    """The newest events that are no incidents but deserve attention, newest first; those of the same kind and rank in
+    an attempt are one notice, with their number.
+    """
+    events = [event for name in NOTICES for event in getattr(history, name)]
+    events.sort(key=lambda event: event["time"] or 0.0)
+    newest = {(event["kind"], event["attempt"], event["rank"]): event for event in events}
+    counts = Counter((event["kind"], event["attempt"], event["rank"]) for event in events)
+    shown = sorted(newest.items(), key=lambda item: item[1]["time"] or 0.0, reverse=True)
     return [
         {
             "kind": event["kind"].replace("_", " "),
@@ -78,9 +84,10 @@ def describe_notices(history: RunHistory) -> list[dict[str, Any]]:
             "attempt": event["attempt"],
             "rank": event["rank"],
             "step": event.get("step"),
+            "count": counts[key],
             "message": describe_event(event),
         }
-        for event in events[:MAX_ROWS]
+        for key, event in shown[:MAX_ROWS]
     ]
 
 

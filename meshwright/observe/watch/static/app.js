@@ -30,7 +30,7 @@ const charts = {
 const phaseBox = el("div", { class: "charts" });
 const phaseLegend = el("ul", { class: "legend" });
 section("phases").querySelector(".body").append(phaseBox, phaseLegend);
-const phaseChart = new StepChart(phaseBox, "Seconds per step of rank 0", { ...chartOptions(format.seconds, true), full: true });
+const phaseChart = new StepChart(phaseBox, "Seconds per step of rank 0", { ...chartOptions(format.seconds, true), full: true, clips: true });
 const heatMap = new HeatMap(section("heatmap"));
 const timeline = new StepTimeline(section("timeline"), (step) => { state.step = step; refreshTimeline(); });
 const log = new LogTail(section("log"), (rank, attempt) => ask(`log?rank=${rank}&attempt=${attempt}`));

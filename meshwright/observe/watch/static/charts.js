@@ -45,12 +45,12 @@ export class StepChart {
   }
 
   settings(series, bands) {
-    const { height, format: text, onSelect, zero } = this.options;
+    const { height, format: text, onSelect } = this.options;
     return {
       width: Math.max(120, this.host.clientWidth), height, bands, series: [{}, ...series],
       legend: { show: false },
       cursor: { sync: { key: "steps" }, drag: { x: true, y: false, setScale: false }, points: { show: false }, y: false },
-      scales: { x: { time: false }, y: { range: (_, low, high) => paddedRange(low, high, zero) } },
+      scales: { x: { time: false }, y: { range: (plot, low, high) => this.range(plot, low, high) } },
       axes: [axisStyle(format.count, 26), axisStyle(text, 58)],
       padding: [8, 8, 0, 0],
       hooks: {
@@ -64,6 +64,18 @@ export class StepChart {
         }],
       },
     };
+  }
+
+  /** The range of the y axis; with `clips`, a few very large values leave the chart instead of flattening the others. */
+  range(plot, low, high) {
+    const { zero, clips } = this.options;
+    if (low === null || high === null) return [0, 1];
+    if (!zero) {
+      const margin = (high - low || Math.abs(high) || 1) * 0.06;
+      return [low - margin, high + margin];
+    }
+    const top = clips ? Math.min(high, 2.5 * usualHigh(plot.data[1])) : high;
+    return [0, top > 0 ? top * 1.05 : 1];
   }
 
   /** Draws a dashed line where an attempt begins. */
@@ -108,11 +120,10 @@ export class StepChart {
   }
 }
 
-function paddedRange(low, high, zero) {
-  if (low === null || high === null) return [0, 1];
-  if (zero) return [0, high > 0 ? high * 1.05 : 1];
-  const margin = (high - low || Math.abs(high) || 1) * 0.06;
-  return [low - margin, high + margin];
+/** The value that 95 % of the values do not exceed. */
+function usualHigh(values) {
+  const sorted = values.filter((value) => value !== null && value !== undefined).sort((one, other) => one - other);
+  return sorted[Math.floor(0.95 * (sorted.length - 1))];
 }
 
 /** Shows one figure of all runs: {color, name, steps, low, mean, high} each, and `dots`: [step, value] pairs. */

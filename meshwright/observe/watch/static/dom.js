@@ -62,6 +62,12 @@ export function prepareCanvas(canvas, width, height) {
   return context;
 }
 
+/** The next of 1, 2, 5 times a power of ten: a distance between the labels of an axis. */
+export function roundStep(value) {
+  const power = 10 ** Math.floor(Math.log10(value));
+  return [1, 2, 5, 10].find((factor) => factor * power >= value * 0.999) * power;
+}
+
 /** Shows a tip near a place in a box, inside of the box. */
 export function placeTip(tip, box, x, y, text) {
   tip.hidden = false;

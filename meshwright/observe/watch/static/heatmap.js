@@ -1,5 +1,5 @@
 // The heat map: one row per rank, one column per bin of steps; a slow rank is a horizontal stripe.
-import { color, el, fill, placeTip, prepareCanvas, setNote } from "./dom.js";
+import { color, el, fill, placeTip, prepareCanvas, roundStep, setNote } from "./dom.js";
 import * as format from "./format.js";
 
 const LEFT = 62;
@@ -88,7 +88,7 @@ export class HeatMap {
     }
     context.textBaseline = "top";
     const [from, to] = this.data.range;
-    const every = roundStep((to - from) / Math.max(2, Math.floor((width - LEFT) / 110)));
+    const every = roundStep(Math.max(1, (to - from) / Math.max(2, Math.floor((width - LEFT) / 110))));
     context.textAlign = "center";
     for (let step = Math.ceil(from / every) * every; step < to; step += every) {
       const x = LEFT + ((step + 0.5 - from) * (width - LEFT)) / (to - from);
@@ -151,12 +151,6 @@ export class HeatMap {
     const where = first === last ? `step ${format.integer(first)}` : `steps ${format.integer(first)} to ${format.integer(last)}`;
     placeTip(this.tip, this.box, x, y, `rank ${data.ranks[row]}, ${where}: local ${text(data.local.cells[row][column])}, step ${text(data.seconds.cells[row][column])}`);
   }
-}
-
-/** The next of 1, 2, 5, 10, 20, ... */
-function roundStep(value) {
-  const power = 10 ** Math.floor(Math.log10(Math.max(1, value)));
-  return [1, 2, 5, 10].find((factor) => factor * power >= value) * power;
 }
 
 const clamp = (value, size) => Math.max(0, Math.min(size - 1, value));

@@ -24,11 +24,11 @@ export function showCheckpoints(section, run) {
     fill(body, el("p", { class: "empty" }, "No checkpoint is published yet: a failure now begins again at the first step."));
     return;
   }
-  const rows = [...run.checkpoints].reverse().slice(0, 12).map((found) => [
+  const rows = [...run.checkpoints].reverse().slice(0, 8).map((found) => [
     format.integer(found.step), format.integer(found.attempt), badge(STATES[found.state], found.state),
     format.clock(found.time), format.bytes(found.bytes), format.seconds(found.stall_seconds), format.seconds(found.seconds),
   ]);
-  fill(body, table(run.checkpoints.length > 12 ? "The newest 12" : "Newest first",
+  fill(body, table(run.checkpoints.length > 8 ? "The newest 8" : "Newest first",
     [["after steps", "number"], ["attempt", "number hide-phone"], ["state"], ["published", "time"], ["bytes", "number"],
       ["stall", "number"], ["in total", "number hide-phone"]], rows));
 }
@@ -53,7 +53,7 @@ function incident(attempt) {
 
 function notice(found) {
   const place = [found.rank < 0 ? null : `rank ${found.rank}`, found.step === null ? null : `step ${format.integer(found.step)}`,
-    `attempt ${found.attempt}`, format.clock(found.time)].filter(Boolean).join(", ");
+    `attempt ${found.attempt}`, format.clock(found.time), found.count > 1 ? `the newest of ${format.integer(found.count)}` : null].filter(Boolean).join(", ");
   return el("li", {}, el("div", { class: "state" }, badge("warn", found.kind), el("span", { class: "note" }, place)),
     el("p", {}, sentence(found.message)));
 }

@@ -1,5 +1,5 @@
 // The timeline of one step: one row per rank, what it does from the beginning to the end of the step.
-import { color, el, placeTip, prepareCanvas, setNote } from "./dom.js";
+import { color, el, placeTip, prepareCanvas, roundStep, setNote } from "./dom.js";
 import * as format from "./format.js";
 
 const LEFT = 62;
@@ -87,11 +87,11 @@ export class StepTimeline {
   drawAxis(context, width, rows) {
     context.fillStyle = color("faint");
     context.textBaseline = "top";
-    const places = Math.max(2, Math.floor((width - LEFT) / 150));
-    for (let place = 0; place <= places; place += 1) {
-      context.textAlign = place === 0 ? "left" : place === places ? "right" : "center";
-      context.fillText(format.seconds((this.data.seconds * place) / places), LEFT + ((width - LEFT) * place) / places,
-        rows * this.rowHeight + 7);
+    const every = roundStep((this.data.seconds || 1) / Math.max(2, Math.floor((width - LEFT) / 110)));
+    for (let place = 0; place * every <= this.data.seconds; place += 1) {
+      const x = LEFT + place * every * this.perSecond;
+      context.textAlign = place === 0 ? "left" : x > width - 30 ? "right" : "center";
+      context.fillText(format.seconds(Number((place * every).toPrecision(6))), x, rows * this.rowHeight + 7);
     }
   }
 
