@@ -27,7 +27,7 @@ def main(folder: RunFolder) -> None:
     for event in events:
         if event["kind"] == "start" or (event["kind"] in SHOWN and event["step"] < steps[-1]["step"]):
             terminal.show(event)
-    terminal.console.print(live_line(steps[-RATE_WINDOW:], terminal.steps, WIDTH, terminal.last_checkpoint))
+    terminal.console.print(live_line(steps[-RATE_WINDOW:], terminal.steps, WIDTH, terminal.checkpoint))
     terminal.console.save_svg("docs/run.svg", title="meshwright")
 
 

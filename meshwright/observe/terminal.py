@@ -44,7 +44,8 @@ class Terminal:
         self.recent: deque[Event] = deque(maxlen=RATE_WINDOW)
         self.steps, self.unit = config.steps, "tokens"
         self.live: Live | None = None
-        self.last_checkpoint = -1
+        self.checkpoint: Event | None = None
+        """the newest `checkpoint` record, or the `restored` record before there is one"""
 
     def show(self, event: Event) -> None:
         handler: Callable[[Event], None] | None = getattr(self, f"_{event['kind']}", None)
@@ -76,9 +77,9 @@ class Terminal:
         self.recent.append(event)
         if self.live is not None:
             width = self.console.width
-            self.live.update(live_line(list(self.recent), self.steps, width, self.last_checkpoint, self.unit))
+            self.live.update(live_line(list(self.recent), self.steps, width, self.checkpoint, self.unit))
         elif event["step"] % self.config.log_every == 0 or event["step"] + 1 == self.steps:
-            self.print(plain_line(list(self.recent), self.steps, self.last_checkpoint, self.unit))
+            self.print(plain_line(list(self.recent), self.steps, self.checkpoint, self.unit))
 
     def _counters(self, event: Event) -> None:
         rows = [row for row in event["communication"] if row["axis"] != "control"]
@@ -97,6 +98,7 @@ class Terminal:
         self.print("  ".join([f"after {event['step'] + 1:>5} steps", loss, *metric_fields(event)]), "bold")
 
     def _restored(self, event: Event) -> None:
+        self.checkpoint = event
         restored = f"restored {event['checkpoint']} in {event['seconds']:.2f} s"
         self.print(f"{restored}; the next step is {event['step']}", "green")
         if event["changes"]:
@@ -117,7 +119,7 @@ class Terminal:
             self.print(f"DAMAGED {event['checkpoint']}: {where}; an older checkpoint is used", "bold red")
 
     def _checkpoint(self, event: Event) -> None:
-        self.last_checkpoint = event["step"]
+        self.checkpoint = event
         if event["retention_error"]:
             self.print_step(event, event["retention_error"], "yellow")
 
@@ -251,9 +253,13 @@ def rates(recent: list[Event]) -> tuple[float, float]:
 
 
 def phase_shares(recent: list[Event]) -> dict[str, float]:
-    """Returns each phase's share of the step over the window."""
+    """Returns each phase's share of the step over the window; `sync` includes the waits inside of other phases."""
     steps = steady_steps(recent)
     seconds = {phase: sum(event["phases"][phase] for event in steps) for phase in steps[-1]["phases"]}
+    for event in steps:
+        for phase, waited in event.get("waits", {}).items():
+            seconds[phase] -= waited
+            seconds["sync"] += waited
     total = sum(seconds.values()) or 1.0
     return {phase: spent / total for phase, spent in seconds.items()}
 
@@ -263,7 +269,18 @@ def metric_fields(event: Event) -> list[str]:
     return [f"{name} {format_value(value, '.4g')}" for name, value in event.get("metrics", {}).items()]
 
 
-def plain_line(recent: list[Event], steps: int, last_checkpoint: int = -1, unit: str = "tokens") -> str:
+def recovery_field(event: Event, checkpoint: Event | None) -> str:
+    """Returns what a failure after a step would cost: the age of the newest checkpoint, and the steps since then."""
+    at_risk = event["step"] + 1 - (checkpoint["step"] if checkpoint is not None else 0)
+    risk = f"{at_risk} step{'' if at_risk == 1 else 's'} at risk"
+    if checkpoint is None:
+        return f"no checkpoint, {risk}"
+    if checkpoint["kind"] == "restored":  # when it was written is not on record here
+        return risk
+    return f"checkpoint {max(0.0, event['time'] - checkpoint['time']):.0f} s old, {risk}"
+
+
+def plain_line(recent: list[Event], steps: int, checkpoint: Event | None = None, unit: str = "tokens") -> str:
     event = recent[-1]
     seconds_per_step, tokens_per_second = rates(recent)
     shares = phase_shares(recent).items()
@@ -277,13 +294,14 @@ def plain_line(recent: list[Event], steps: int, last_checkpoint: int = -1, unit:
         " ".join(f"{PHASE_NAMES.get(phase, phase)} {share:.0%}" for phase, share in shares if share >= 0.005),
         f"memory {format_bytes(event['memory'])}",
         f"eta {format_clock(seconds_per_step * (steps - event['step'] - 1))}",
+        recovery_field(event, checkpoint),
     ]
-    if last_checkpoint >= 0:
-        fields.append(f"checkpoint {last_checkpoint}")
     return "  ".join(fields)
 
 
-def live_line(recent: list[Event], steps: int, width: int, last_checkpoint: int = -1, unit: str = "tokens") -> Text:
+def live_line(
+    recent: list[Event], steps: int, width: int, checkpoint: Event | None = None, unit: str = "tokens"
+) -> Text:
     """Returns a progress bar and as many fields as fit into `width` columns, the most important ones first."""
     event, shares = recent[-1], phase_shares(recent)
     done = event["step"] + 1
@@ -293,18 +311,17 @@ def live_line(recent: list[Event], steps: int, width: int, last_checkpoint: int 
         (0, f"{done}/{steps} steps", "bold"),
         (1, f"loss {format_value(event['loss'], '.4f')}", "bold"),
         *((1 + number / 100, text, "bold") for number, text in enumerate(metric_fields(event), 1)),
-        (6, f"grad norm {format_value(event['grad_norm'], '.2f')}", ""),
-        (7, f"lr {event['lr']:.1e}", ""),
+        (7, f"grad norm {format_value(event['grad_norm'], '.2f')}", ""),
+        (8, f"lr {event['lr']:.1e}", ""),
         (3, f"{tokens_per_second:,.0f} {unit}/s", ""),
         (10, f"data {shares['fetch'] + shares['copy']:.0%}", ""),
-        (5, f"forward {shares['forward']:.0%}  backward {shares['backward']:.0%}", ""),
+        (6, f"forward {shares['forward']:.0%}  backward {shares['backward']:.0%}", ""),
         (4, f"{PHASE_NAMES['sync']} {shares['sync']:.0%}", EXPOSED_STYLE),
         (11, f"update {shares['update']:.0%}", ""),
-        (8, f"memory {format_bytes(event['memory'])}", ""),
+        (9, f"memory {format_bytes(event['memory'])}", ""),
         (2, f"eta {format_clock(seconds_per_step * (steps - done))}", ""),
+        (5, recovery_field(event, checkpoint), ""),
     ]
-    if last_checkpoint >= 0:
-        fields.append((9, f"checkpoint {last_checkpoint}", ""))
     kept: set[float] = set()
     space = width - MIN_BAR - 1
     for priority, text, _ in sorted(fields):

@@ -23,6 +23,7 @@ def step(number: int, **changes):
         "kind": "step",
         "attempt": 1,
         "rank": 0,
+        "time": number + 1.0,
         "step": number,
         "loss": 2.5,
         "grad_norm": 1.25,
@@ -104,16 +105,18 @@ def test_events_of_another_attempt_are_not_shown():
 
 @pytest.mark.parametrize("width", [40, 80, 100, 120, 140, 160, 200])
 def test_live_line_drops_fields_to_fit_the_terminal_and_spells_out_the_rest(width):
-    line = live_line([step(n) for n in range(150)], 300, width, last_checkpoint=100).plain
+    checkpoint = {"kind": "checkpoint", "step": 100, "time": 100.0}
+    line = live_line([step(n) for n in range(150)], 300, width, checkpoint).plain
     assert len(line) <= width
     assert line.startswith("━" * 4)
     assert "…" not in line
     fields = ["150/300 steps", "loss 2.5000"]
     fields += ["eta 02:30"] if width >= 60 else []
     fields += ["2,000 tokens/s", "exposed comm 15%"] if width >= 80 else []
-    fields += ["forward 30%  backward 50%"] if width >= 120 else []
-    fields += ["grad norm 1.25", "lr 3.0e-03", "memory 3 GiB"] if width >= 160 else []
-    fields += ["checkpoint 100", "data 1%", "update 4%"] if width >= 200 else []
+    fields += ["checkpoint 50 s old, 50 steps at risk"] if width >= 120 else []
+    fields += ["grad norm 1.25"] if width >= 140 else []
+    fields += ["forward 30%  backward 50%"] if width >= 160 else []
+    fields += ["lr 3.0e-03", "memory 3 GiB", "data 1%"] if width >= 200 else []
     assert all(field in line for field in fields)
 
 
@@ -126,6 +129,22 @@ def test_non_finite_loss_is_reported():
 def test_quarantined_sample_is_reported():
     event = {"kind": "bad_sample", "attempt": 1, "step": 3, "sample": 7, "source": "mine", "reason": "torn"}
     assert "sample 7 of mine is quarantined: torn" in show(event)
+
+
+def test_recovery_posture_is_shown_with_every_line():
+    checkpoint = {"kind": "checkpoint", "attempt": 1, "step": 100, "time": 100.0, "retention_error": ""}
+    restored = {"kind": "restored", "attempt": 1, "step": 7, "checkpoint": "x", "seconds": 1.0, "changes": []}
+    assert plain_line([step(3)], 10).endswith("no checkpoint, 4 steps at risk")
+    assert plain_line([step(100)], 300, checkpoint).endswith("checkpoint 1 s old, 1 step at risk")
+    assert plain_line([step(9)], 300, restored).endswith("  3 steps at risk")
+    assert "checkpoint 1 s old" in show(checkpoint, step(100))
+
+
+def test_exposed_communication_includes_waits_inside_other_phases():
+    shares = phase_shares([step(3, waits={"forward": 0.1, "backward": 0.2})])
+    assert shares["sync"] == pytest.approx(0.45)
+    assert shares["forward"] == pytest.approx(0.2)
+    assert shares["backward"] == pytest.approx(0.3)
 
 
 def test_rates_exclude_the_first_step():
