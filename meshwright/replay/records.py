@@ -9,6 +9,7 @@ from meshwright.history.run_history import RunHistory
 from meshwright.history.step_table import StepTable
 from meshwright.replay.step_detail import COMPARED
 from meshwright.telemetry.events import Event
+from meshwright.telemetry.untrusted_records import finite_number
 
 
 class RunRecords:
@@ -33,7 +34,6 @@ def recorded_fields(table: StepTable) -> list[dict[str, Any]]:
         for key in COMPARED
         if key != "skipped"
     }
-    columns["tokens"] = [None if value is None else int(value) for value in columns["tokens"]]
     columns["skipped"] = table.skipped.tolist()
     return [
         dict(zip(COMPARED, values, strict=True)) for values in zip(*(columns[key] for key in COMPARED), strict=True)
@@ -41,8 +41,8 @@ def recorded_fields(table: StepTable) -> list[dict[str, Any]]:
 
 
 def event_fields(event: Event) -> dict[str, Any]:
-    """The compared fields of the record of a step; `skipped` is there only if it is true."""
-    return {key: event.get(key, False if key == "skipped" else None) for key in COMPARED}
+    """The compared fields of the record of a step, as the history of a run has them."""
+    return {key: finite_number(event.get(key)) for key in COMPARED} | {"skipped": event.get("skipped") is True}
 
 
 def compare_fields(one: dict[str, Any], other: dict[str, Any]) -> dict[str, tuple[Any, Any]]:

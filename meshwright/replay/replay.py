@@ -5,9 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
-from meshwright.checkpoint.unsharded import model_order
 from meshwright.data.source import ConcatenatedSource
 from meshwright.launch.ranks import run_ranks
 from meshwright.launch.scratch_run import scratch_job
@@ -122,7 +120,7 @@ def make_replay(
         for number, event in replayed.items()
         if number in records and (found := compare_fields(event, records[number]))
     }
-    values: dict[str, Any] = replayed[step]
+    values = first.steps[-1]
     notes = [*filter(None, [run.layout_note(step)]), *first.notes]
     if job.config.compile.enabled:
         notes.append("blocks are compiled: outputs of modules are not measured, because a hook would compile them anew")
@@ -152,10 +150,8 @@ def nan_if_none(value: float | None) -> float:
 
 
 def join_parameters(details: Sequence[RankDetail]) -> list[ParameterDetail]:
-    """Every parameter in model order; a shard that several ranks have counts once."""
-    names = sorted(
-        {name for detail in details for name in detail.parameters}, key=lambda name: model_order(f"model/{name}")
-    )
+    """Every parameter in the order of the model; a shard that several ranks have counts once."""
+    names = dict.fromkeys(name for detail in details for name in detail.parameters)
     joined = []
     for name in names:
         shards = {(f.offset, f.shape): f for detail in details if (f := detail.parameters.get(name)) is not None}

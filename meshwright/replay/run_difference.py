@@ -6,7 +6,6 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from meshwright.checkpoint.unsharded import model_order
 from meshwright.errors import ConfigError
 from meshwright.telemetry.events import Event
 from meshwright.trainer.identity import describe_differences
@@ -186,5 +185,4 @@ def find_first_difference(one: RunDigests, other: RunDigests) -> FirstDifference
 
 def differing(one: Mapping[str, str], other: Mapping[str, str]) -> list[str]:
     """The names whose digests differ, in model order."""
-    names = (name for name in one.keys() | other.keys() if one.get(name) != other.get(name))
-    return sorted(names, key=lambda name: model_order(f"model/{name}"))
+    return [name for name in dict.fromkeys((*one, *other)) if one.get(name) != other.get(name)]

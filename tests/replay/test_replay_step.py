@@ -7,16 +7,19 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import pytest
+import torch
 from small_run import small_config
+from torch import nn
 
 from meshwright import train
 from meshwright.cli import main
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, NumericsError
+from meshwright.launch.user_code.user_code import UserCode
 from meshwright.observe.replay_text import describe_replay
 from meshwright.replay.replay import replay_step
 from meshwright.replay.step_detail import SampleDetail, find_culprit
@@ -29,10 +32,6 @@ POISON = 60
 
 def folder_state(folder: Path) -> dict[str, tuple[int, int]]:
     return {str(p): (p.stat().st_mtime_ns, p.stat().st_size) for p in sorted(folder.rglob("*"))}
-
-
-def scratch_folders() -> set[str]:
-    return {path.name for path in Path(tempfile.gettempdir()).glob("meshwright-ranks-*")}
 
 
 @pytest.fixture(scope="module")
@@ -88,9 +87,8 @@ def test_replay_rejects_a_step_that_the_run_does_not_have(poisoned_run):
         replay_step(RunFolder(poisoned_run), 10)
 
 
-def test_replay_leaves_nothing_behind_after_ctrl_c(poisoned_run):
-    before = scratch_folders()
-    environment = os.environ | {"MESHWRIGHT_FAULT": ""}
+def test_replay_leaves_nothing_behind_after_ctrl_c(poisoned_run, tmp_path):
+    environment = os.environ | {"TMPDIR": str(tmp_path)}
     code = (
         "import time, meshwright.replay.replay as r; from meshwright.cli import main\n"
         "r.sample_losses = lambda *_: (print('ready', flush=True), time.sleep(60))\n"
@@ -102,12 +100,57 @@ def test_replay_leaves_nothing_behind_after_ctrl_c(poisoned_run):
     try:
         assert process.stdout is not None
         assert process.stdout.readline() == b"ready\n"
-        assert scratch_folders() > before
+        assert list(tmp_path.iterdir())
         process.send_signal(signal.SIGINT)
         assert process.wait(60) == 130
     finally:
         process.kill()
-    assert scratch_folders() <= before
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.long
+def test_replay_of_an_extended_and_of_a_forked_run_has_the_settings_of_the_step(tmp_path):
+    run, folder = tmp_path / "run", RunFolder(tmp_path / "run")
+    train(small_config(*SAVES, steps=6), run=run, quiet=True)
+    train(small_config(*SAVES, steps=8), run=run, quiet=True)
+    assert replay_step(folder, 5).equals_record  # its learning rate is that of a run of 6 steps
+    assert replay_step(folder, 7).equals_record
+    train(small_config(*SAVES, "--optimizer.lr=0.01", steps=10), run=run, fork=True, quiet=True)
+    with pytest.raises(ConfigError, match="earlier steps had the settings before the fork at step 8"):
+        replay_step(folder, 5)
+    assert replay_step(folder, 9).equals_record
+
+
+def test_replay_of_a_step_that_is_not_finite_names_the_module_and_goes_on(tmp_path):
+    settings = ("--checkpoint.mode=off", "--optimizer.lr=1e30", "--optimizer.clip=0", "--schedule.kind=constant")
+    with pytest.raises(NumericsError):
+        train(small_config(*settings, "--schedule.warmup=0", "--launch.restarts=0"), run=tmp_path / "run", quiet=True)
+    replay = replay_step(RunFolder(tmp_path / "run"), 1)
+    assert replay.equals_record
+    assert replay.skipped
+    assert replay.first_nonfinite
+    assert f"not finite first in {replay.first_nonfinite}" in describe_replay(replay, "RUN")
+
+
+def test_replay_of_a_custom_model_uses_the_names_of_the_model(tmp_path):
+    user = UserCode(model=tiny_model, loss=squared_error, source=SOURCE)
+    config = small_config("--checkpoint.mode=off", steps=3)
+    train(config, model=tiny_model, loss=squared_error, source=SOURCE, run=tmp_path / "run", quiet=True)
+    replay = replay_step(RunFolder(tmp_path / "run"), 2, user=user)
+    assert replay.equals_record
+    assert [parameter.name for parameter in replay.parameters] == ["0.weight", "0.bias", "2.weight", "2.bias"]
+    assert {"0", "1", "2"} <= {module.name for module in replay.modules}
+
+
+def tiny_model() -> nn.Module:
+    return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+
+def squared_error(output: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    return ((output - target) ** 2).sum()
+
+
+SOURCE = [(np.full(4, index / 64, np.float32), np.array([index / 32], np.float32)) for index in range(64)]
 
 
 def sample(number: int, loss: float) -> SampleDetail:
