@@ -81,6 +81,14 @@ def test_periodic_stall_is_named_with_its_period(run):
     assert "every 7 steps" in finding.sentence
 
 
+def test_period_is_found_on_a_busy_machine(run):
+    job = run(steps=50)
+    smaller = {5, 9, 16, 17, 30, 33, 41}
+    job.phases = lambda rank, step: {"update": 0.5 * (step % 7 == 0) + 0.1 * (step in smaller)} if rank == 1 else {}
+    (finding,) = stragglers.find(job.history())
+    assert (finding.variant, finding.rank) == ("periodic", 1)
+
+
 def test_stalls_without_a_period_are_now_and_then(run):
     job = run(steps=50)
     job.phases = lambda rank, step: {"forward": 0.5} if rank == 0 and step in (5, 9, 20, 22, 41) else {}

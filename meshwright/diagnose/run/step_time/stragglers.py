@@ -132,12 +132,17 @@ class Stalls:
 
 
 def find_stalls(steps: TimedSteps, behind: NDArray[np.float64]) -> Stalls | None:
-    """The steps with an outlier in `behind`, if there are some but not many."""
-    typical = float(np.median(behind))
-    outliers = np.flatnonzero(behind - max(0.0, typical) > OUTLIER_SHARE * steps.duration)
-    if not MIN_STALLS <= len(outliers) <= MAX_OUTLIERS * len(behind):
-        return None
-    return Stalls(outliers, find_period(steps.steps[outliers]))
+    """The steps with an outlier in `behind`, if there are some but not many. The largest ones alone may have a period
+    that smaller ones, of a busy machine, hide.
+    """
+    above = behind - max(0.0, float(np.median(behind)))
+    smallest = OUTLIER_SHARE * steps.duration
+    candidates = []
+    for threshold in (max(smallest, float(above.max()) / 2), smallest):
+        outliers = np.flatnonzero(above > threshold)
+        if MIN_STALLS <= len(outliers) <= MAX_OUTLIERS * len(behind):
+            candidates.append(Stalls(outliers, find_period(steps.steps[outliers])))
+    return next((found for found in candidates if found.period), candidates[-1] if candidates else None)
 
 
 def find_period(numbers: NDArray[np.int64]) -> int:
