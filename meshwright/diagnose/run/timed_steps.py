@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
+from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,9 +21,11 @@ LIMITING_SHARE = 0.03
 """A cause that costs a smaller share of the step time is not reported."""
 MIN_STEPS = 6
 """Steps that a verdict on times needs."""
-MAX_STEPS = 2048
+MAX_STEPS = 1024
 """The newest steps that are compared."""
 MAX_RANKS = 1024
+MAX_PEERS = 16
+"""Ranks of a pipeline stage up to which each is compared with the others alone."""
 
 Seconds = NDArray[np.float64]
 """One row per rank, one column per step."""
@@ -64,13 +68,24 @@ class TimedSteps:
         total: Seconds = np.sum([self.local[phase] for phase in phases or self.local], axis=0)
         return total
 
-    def stage(self, index: int) -> int:
-        """The pipeline position of the rank in a row."""
-        return self.layout.coordinates(self.ranks[index])["pipeline"]
+    @cached_property
+    def stages(self) -> NDArray[np.int64]:
+        """The pipeline position of the rank in every row."""
+        return np.array([self.layout.coordinates(rank)["pipeline"] for rank in self.ranks])
 
-    def peers(self, index: int) -> list[int]:
-        """The rows of the other ranks that have the same work: those of the same pipeline stage."""
-        return [other for other in range(len(self.ranks)) if other != index and self.stage(other) == self.stage(index)]
+    def above_peers(self, seconds: Seconds) -> Seconds:
+        """For every rank and step, the seconds above the median of the other ranks with the same work: those of its
+        pipeline stage. Zero for a rank without peers.
+        """
+        above = np.zeros_like(seconds)
+        for stage in np.unique(self.stages):
+            rows = np.flatnonzero(self.stages == stage)
+            if len(rows) > MAX_PEERS:  # one rank more or less does not move the median
+                above[rows] = seconds[rows] - np.median(seconds[rows], axis=0)
+            elif len(rows) > 1:
+                for row in rows:
+                    above[row] = seconds[row] - np.median(seconds[rows[rows != row]], axis=0)
+        return above
 
     @property
     def hosts(self) -> tuple[str, ...]:
@@ -84,8 +99,22 @@ class TimedSteps:
         return self.start.get("device") == "cpu"
 
 
+_NEWEST: WeakKeyDictionary[RunHistory, tuple[float, TimedSteps | None]] = WeakKeyDictionary()
+"""History -> the time of its newest record when its steps were combined, and the result."""
+
+
 def timed_steps(history: RunHistory) -> TimedSteps | None:
-    """The typical steps of the newest attempt that has enough of them; None if no attempt has."""
+    """The typical steps of the newest attempt that has enough of them; None if no attempt has. Every class of causes
+    needs them, so that they are kept until the history grows.
+    """
+    known = _NEWEST.get(history)
+    newest = history.newest_record or 0.0
+    if known is None or known[0] != newest:
+        known = _NEWEST[history] = newest, read_timed_steps(history)
+    return known[1]
+
+
+def read_timed_steps(history: RunHistory) -> TimedSteps | None:
     try:
         config = config_from_dict(history.config)
         layout, batch = validate(config, own_model=bool(config.custom_model.class_))

@@ -22,8 +22,7 @@ def find(history: RunHistory) -> Iterator[Finding]:
     steps = timed_steps(history)
     if steps is None or steps.layout.pipeline == 1:
         return
-    positions = {steps.stage(index) for index in range(len(steps.ranks))}
-    if len(positions) == steps.layout.pipeline and find_slow_stage(steps) is None:
+    if len(set(steps.stages)) == steps.layout.pipeline and find_slow_stage(steps) is None:
         yield from find_imbalance(steps)
     yield from find_fill_and_drain(steps)
 
@@ -90,7 +89,7 @@ def find_imbalance(steps: TimedSteps) -> Iterator[Finding]:
     share = float(seconds[stage] - seconds.mean()) / steps.duration
     if share < LIMITING_SHARE or costs[stage] < 1.1 * costs.mean():
         return
-    rank = next(steps.ranks[index] for index in range(len(steps.ranks)) if steps.stage(index) == stage)
+    rank = steps.ranks[int(np.flatnonzero(steps.stages == stage)[0])]
     layout = steps.config.layout
     settings = ["layout.pipeline = 1", f"layout.replicate = {layout.replicate * stages}"]
     yield Finding(

@@ -52,37 +52,21 @@ def find(history: RunHistory) -> Iterator[Finding]:
     if slow_stage is not None:
         yield slow_stage
         return
-    behind = excess(steps)
+    behind = steps.above_peers(steps.local_seconds())
+    by_phase = {phase: steps.above_peers(seconds) for phase, seconds in steps.local.items()}
     for index in range(len(steps.ranks)):
-        if not steps.peers(index):
-            continue
-        found = steady(steps, index, behind[index]) or stalls(steps, index, behind)
+        found = steady(steps, index, behind[index], by_phase) or stalls(steps, index, behind, by_phase)
         if found is not None:
             yield found
 
 
-def excess(steps: TimedSteps) -> Seconds:
-    """For every rank and step, the local seconds above the median of its peers; zero without peers."""
-    return above_peers(steps, steps.local_seconds())
-
-
-def above_peers(steps: TimedSteps, seconds: Seconds) -> Seconds:
-    behind = np.zeros_like(seconds)
-    for index in range(len(steps.ranks)):
-        if peers := steps.peers(index):
-            behind[index] = seconds[index] - np.median(seconds[peers], axis=0)
-    return behind
-
-
-def slowest_phase(steps: TimedSteps, index: int, at: NDArray[np.bool_]) -> tuple[str, float, float]:
+def slowest_phase(
+    steps: TimedSteps, index: int, by_phase: dict[str, Seconds], at: NDArray[np.bool_]
+) -> tuple[str, float, float]:
     """The phase with the largest excess over the peers in some steps: (phase, seconds of the rank, of its peers)."""
-    rows = {
-        phase: (seconds[index][at].mean(), np.median(seconds[steps.peers(index)], axis=0)[at].mean())
-        for phase, seconds in steps.local.items()
-    }
-    phase = max(rows, key=lambda name: rows[name][0] - rows[name][1])
-    own, others = rows[phase]
-    return phase, float(own), float(others)
+    phase = max(by_phase, key=lambda name: float(by_phase[name][index][at].mean()))
+    own, above = float(steps.local[phase][index][at].mean()), float(by_phase[phase][index][at].mean())
+    return phase, own, own - above
 
 
 def is_steady(behind: NDArray[np.float64], threshold: float) -> bool:
@@ -92,12 +76,12 @@ def is_steady(behind: NDArray[np.float64], threshold: float) -> bool:
     return typical >= max(threshold, NOISE * error) and float((behind > 0).mean()) >= STEADY_STEPS
 
 
-def steady(steps: TimedSteps, index: int, behind: NDArray[np.float64]) -> Finding | None:
+def steady(steps: TimedSteps, index: int, behind: NDArray[np.float64], by_phase: dict[str, Seconds]) -> Finding | None:
     """A rank that is behind in nearly every step: in total, or by more in one phase, after which the others wait."""
     everywhere = np.ones(len(behind), dtype=bool)
-    phase, own, others = slowest_phase(steps, index, everywhere)
+    phase, own, others = slowest_phase(steps, index, by_phase, everywhere)
     if not is_steady(behind, STEADY_SHARE * steps.duration):
-        behind = above_peers(steps, steps.local[phase])[index]
+        behind = by_phase[phase][index]
         if not is_steady(behind, PHASE_SHARE * steps.duration) or own < 1.5 * others:
             return None
     typical = float(np.median(behind))
@@ -155,7 +139,7 @@ def find_period(numbers: NDArray[np.int64]) -> int:
     return period if regular.mean() >= 0.75 and (gaps == period).mean() >= 0.6 else 0
 
 
-def stalls(steps: TimedSteps, index: int, behind: Seconds) -> Finding | None:
+def stalls(steps: TimedSteps, index: int, behind: Seconds, by_phase: dict[str, Seconds]) -> Finding | None:
     """A rank that stalls in some steps, at a period or now and then."""
     found = find_stalls(steps, behind[index])
     if found is None:
@@ -168,7 +152,7 @@ def stalls(steps: TimedSteps, index: int, behind: Seconds) -> Finding | None:
         return None
     at = np.zeros(len(behind[index]), dtype=bool)
     at[found.rows] = True
-    phase, own, peers = slowest_phase(steps, index, at)
+    phase, own, peers = slowest_phase(steps, index, by_phase, at)
     rank, first = steps.ranks[index], int(steps.steps[found.rows[0]])
     when = f"every {found.period} steps" if found.period else f"in {len(found.rows)} of {len(at)} steps"
     confidence: Confidence = "high" if found.period else "medium"
@@ -212,14 +196,12 @@ def stage_costs(steps: TimedSteps) -> NDArray[np.float64]:
 def stage_seconds(steps: TimedSteps, *phases: str) -> NDArray[np.float64]:
     """Typical local seconds of the passes of every pipeline position, over the ranks that have it."""
     seconds = np.median(steps.local_seconds(*phases), axis=1)
-    stages = np.array([steps.stage(index) for index in range(len(steps.ranks))])
-    return np.array([seconds[stages == stage].mean() for stage in range(steps.layout.pipeline)])
+    return np.array([seconds[steps.stages == stage].mean() for stage in range(steps.layout.pipeline)])
 
 
 def find_slow_stage(steps: TimedSteps) -> Finding | None:
     """A pipeline stage that takes longer than its share of the model explains."""
-    stages = {steps.stage(index) for index in range(len(steps.ranks))}
-    if steps.layout.pipeline == 1 or len(stages) < steps.layout.pipeline:
+    if steps.layout.pipeline == 1 or len(set(steps.stages)) < steps.layout.pipeline:
         return None
     costs = stage_costs(steps)
     seconds = {phase: stage_seconds(steps, phase) for phase in ("forward", "backward")}
@@ -230,8 +212,10 @@ def find_slow_stage(steps: TimedSteps) -> Finding | None:
     share = (float(total[stage]) - expected) / steps.duration
     if total[stage] < STAGE_RATIO * expected or share < STEADY_SHARE:
         return None
-    rows = [index for index in range(len(steps.ranks)) if steps.stage(index) == stage]
-    index = max(rows, key=lambda row: float(np.median(steps.local_seconds("forward", "backward")[row])))
+    index = max(
+        np.flatnonzero(steps.stages == stage),
+        key=lambda row: float(np.median(steps.local_seconds("forward", "backward")[row])),
+    )
     excesses = {
         phase: one[stage] - np.median(np.delete(one / costs, stage)) * costs[stage] for phase, one in seconds.items()
     }
