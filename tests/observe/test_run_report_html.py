@@ -7,13 +7,11 @@ import os
 import re
 import shutil
 from html import unescape
-from html.parser import HTMLParser
-from pathlib import Path
 
 import pytest
+from parsed_page import Page
 from reported_run import BEGAN, KILLED_AT, PHASES, PROCESSOR, RESTORED, STEPS, WAITS, ReportedRun
 
-from meshwright.api import Result
 from meshwright.cli import main
 from meshwright.config import fingerprint, identity, placement
 from meshwright.io import format_bytes, format_seconds
@@ -21,7 +19,6 @@ from meshwright.observe.report.html_page import render_page
 from meshwright.observe.report.markdown_page import render_markdown
 from meshwright.observe.report.run_document import build_document
 from meshwright.observe.report.run_report import build_report
-from meshwright.telemetry.run_folder import RunFolder
 
 NOW = BEGAN + 1000
 SECTIONS = [
@@ -39,43 +36,6 @@ SECTIONS = [
 ]
 PARTS = ["Problem", "Mechanism", "Communication", "Tradeoff", "Measurement"]
 HOSTILE = "<img src=x onerror=alert(1)>\x1b[2J`*|[x](http://evil)"
-VOID = {"meta", "rect", "line", "polyline", "polygon", "br", "img"}
-
-
-class Page(HTMLParser):
-    """The tags, attributes and texts of a page; a tag that is not closed fails."""
-
-    def __init__(self, content):
-        super().__init__()
-        self.open, self.tags, self.attributes, self.headings, self.texts = [], set(), [], [], []
-        self.feed(content)
-        self.close()
-        assert self.open == []
-
-    def handle_starttag(self, tag, attributes):
-        self.tags.add(tag)
-        self.attributes += attributes
-        if tag not in VOID:
-            self.open.append(tag)
-
-    def handle_startendtag(self, tag, attributes):
-        self.tags.add(tag)
-        self.attributes += attributes
-
-    def handle_endtag(self, tag):
-        if tag in VOID:
-            return
-        assert self.open.pop() == tag
-
-    def handle_data(self, data):
-        if self.open and self.open[-1] in ("h2", "h3"):
-            self.headings.append(data)
-        if "style" not in self.open:
-            self.texts.append(data)
-
-    @property
-    def text(self):
-        return " ".join(" ".join(self.texts).split())
 
 
 @pytest.fixture
@@ -347,67 +307,3 @@ def test_report_of_a_running_attempt(run):
     found = document(run)
     assert "No step was timed" in part(found, "Measurement")
     assert Page(render_page(found))
-
-
-def test_files_are_written_into_the_run_folder_by_default(run, tmp_path, capsys):
-    main(["report", str(run.folder.root), "--html", "--markdown", str(tmp_path / "here.md")])
-    assert capsys.readouterr().out.count("written: ") == 2
-    assert (run.folder.root / "report.html").read_text().startswith("<!doctype html>")
-    assert (tmp_path / "here.md").read_text().startswith("# Run run\n")
-    run.folder.require_own_files()
-    main(["report", str(run.folder.root), "--html", "--json"])
-    assert json.loads(capsys.readouterr().out)["signals"]["progress"]["done"] == STEPS
-
-
-@pytest.mark.parametrize(
-    ("args", "message"),
-    [
-        (["--html", "a", "b"], "--html names 2 files; expected --html FILE, or --html alone"),
-        (["--html", "missing/a.html"], "--html missing/a.html cannot be written; expected a file in a folder that"),
-        (["--html", "a", "--markdown", "a"], "a is also written by --html; expected a different name"),
-    ],
-)
-def test_file_that_cannot_be_written_is_one_line(run, args, message, capsys, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    with pytest.raises(SystemExit) as ended:
-        main(["report", str(run.folder.root), *args])
-    assert ended.value.code == 2
-    error = capsys.readouterr().err
-    assert message in error
-    assert error.count("\n") == 1
-
-
-def test_link_in_a_foreign_run_folder_is_not_followed(run, tmp_path, capsys):
-    victim = tmp_path / "victim"
-    victim.write_text("mine")
-    (run.folder.root / "report.html").symlink_to(victim)
-    with pytest.raises(SystemExit) as ended:
-        main(["report", str(run.folder.root), "--html"])
-    assert ended.value.code == 2
-    assert "report.html is a symbolic link; expected a regular file" in capsys.readouterr().err
-    assert victim.read_text() == "mine"
-
-
-def test_run_shows_itself_in_a_notebook(run):
-    result = Result(run.folder.root, STEPS, 2.0, 0, "0", [])
-    for shown in (result._repr_html_(), report(run)._repr_html_()):
-        found = Page(shown)
-        assert found.tags.isdisjoint({"html", "body", "script", "link", "img"})
-        assert found.headings == ["Progress", "Exposed communication", "Recovery", "Curves", "Goodput account"]
-        assert "Step time 40 ms" in found.text
-        assert "polyline" in found.tags
-        style = shown.partition("<style>")[2].partition("</style>")[0]
-        rules = re.sub(r"@media[^{]*|/\*.*?\*/", "", style)
-        selectors = [rule.rpartition("{")[0].strip("{} \n") for rule in rules.split("}") if "{" in rule]
-        assert all(selector.strip("{ \n").startswith(".meshwright-run") for selector in selectors)
-    assert "folder=" in repr(result)
-
-
-def test_result_of_a_deleted_run_has_no_html(tmp_path):
-    assert Result(Path(tmp_path / "gone"), 1, 2.0, 0, "0", [])._repr_html_() is None
-
-
-def test_report_files_may_be_in_a_new_run_folder(tmp_path):
-    for name in ("report.html", "report.md", "certificate.json"):
-        (tmp_path / name).write_text("")
-    RunFolder(tmp_path).require_usable()
