@@ -24,6 +24,7 @@ from benchmarks import (
     sampling,
     throughput,
     tokenization,
+    traces,
     transformers_loops,
     weights,
     zero,
@@ -42,6 +43,7 @@ PACKAGES = (
     "transformers",
     "tokenizers",
     "datasets",
+    "HolisticTraceAnalysis",
 )
 BENCHMARKS = (
     "throughput",
@@ -57,6 +59,7 @@ BENCHMARKS = (
     "weights",
     "sampling",
     "recovery",
+    "traces",
 )
 
 
@@ -98,6 +101,8 @@ def main() -> None:
         result["observation"] = observation.measure()
     if "recovery" in args.only:
         result["recovery"] = recovery.measure()
+    if "traces" in args.only:
+        result["traces"] = traces.measure()
     result["targets"] = targets(result)
     result["machine"] |= {"load_at_end": round(os.getloadavg()[0], 2), "seconds": round(time.monotonic() - start, 1)}
     text = json.dumps(result, indent=1)
@@ -183,7 +188,18 @@ def targets(result: dict[str, Any]) -> list[dict[str, Any]]:
         rows.append(
             target(f"recovery, {recovery.RANK_KILLED} / {recovery.COLD_START}", value, recovery.MAX_RATIO, "<=")
         )
+    if "traces" in result:
+        rows += traces_targets(result["traces"] or {})
     return rows
+
+
+def traces_targets(result: dict[str, Any]) -> list[dict[str, Any]]:
+    speed, memory, points = (result.get(key) for key in ("min_speedup", "max_memory_ratio", "max_points"))
+    return [
+        target("traces, times as fast as HolisticTraceAnalysis, slowest trace", speed, traces.MIN_SPEEDUP, ">="),
+        target("traces, memory / HolisticTraceAnalysis, largest", memory, traces.MAX_MEMORY, "<="),
+        target("traces, largest difference to HolisticTraceAnalysis, points", points, traces.MAX_POINTS, "<="),
+    ]
 
 
 def checkpoint_targets(result: dict[str, Any]) -> list[dict[str, Any]]:

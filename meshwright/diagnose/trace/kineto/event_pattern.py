@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import re
 
-COLON = rb"\s*+:\s*+"
-COMMA = rb"\s*+,\s*+"
-STRING = rb'[^"\\]*+(?:\\.[^"\\]*+)*+'
-SCALAR = rb'("[^"\\]*+"|-?[0-9]++)'
+COLON = rb":\s*+"
+COMMA = rb",\s*+"
+BEFORE_ARGS = rb"\s*+,\s*+"
+STRING = rb'[^"]*+(?:(?<=\\)"[^"]*+)*+'  # with escaped quotes; a name does not end with a backslash
+SCALAR = rb'("[^"]*+"|-?[0-9]++)'
 NUMBER = rb"([0-9]{1,20}+(?:\.[0-9]{0,12}+)?+)"
 
 DEVICE_CATEGORIES = rb"[Kk]ernel|gpu_mem|Memcpy|Memset"
@@ -43,21 +44,22 @@ HOST_TRACE = rb"(?=cpu_op|Operator|user_annotation|" + DEVICE_CATEGORIES + rb")"
 def event_pattern(wanted: bytes) -> re.Pattern[bytes]:
     """Returns the pattern of an event whose category and name match the lookahead `wanted`; its groups are a Row."""
     key = {name: rb'"' + name + rb'"' + COLON for name in (b"cat", b"name", b"pid", b"tid", b"ts", b"dur", b"args")}
-    correlation = rb'"correlation"' + COLON + rb"([0-9]{1,18}+)"
-    integer_args = rb'(?:\s*+"(?!correlation")[^"\\]*+"' + COLON + rb"-?[0-9]++,)*+\s*+"
+    args = BEFORE_ARGS + key[b"args"]
+    integers = rb'(?:\s*+"(?!correlation")[^"]*+"' + COLON + rb"-?[0-9]++,)*+\s*+"
+    correlation = integers + rb'"correlation"' + COLON + rb"([0-9]{1,18}+)"
     return re.compile(
-        rb'X"' + COMMA + key[b"cat"] + rb'"' + wanted + rb'([^"\\]*+)"' + COMMA
+        rb'X"' + COMMA + key[b"cat"] + rb'"' + wanted + rb'([^"]*+)"' + COMMA
         + key[b"name"] + rb'"((?P<communication>' + COMMUNICATION + rb")?+" + STRING + rb')"' + COMMA
         + key[b"pid"] + SCALAR + COMMA + key[b"tid"] + SCALAR + COMMA
         + key[b"ts"] + NUMBER + COMMA + key[b"dur"] + NUMBER
-        + rb"(?=(?:" + COMMA + key[b"args"] + rb"\{" + integer_args + correlation + rb")?+)"
-        + rb"(?(communication)(?:" + COMMA + key[b"args"] + rb"(\{[^{}]*+\}))?+|)",
+        + rb"(?:(?=" + args + rb"\{" + correlation + rb"))?+"
+        + rb"(?(communication)(?:" + args + rb"(\{[^{}]*+\}))?+|)",
         re.DOTALL,
     )  # fmt: skip
 
 
 COMPLETE_EVENT = re.compile(
-    rb'"ph"' + COLON + rb'"X"' + COMMA + rb'"cat"' + COLON + rb'"[^"\\]*+"' + COMMA
+    rb'"ph"' + COLON + rb'"X"' + COMMA + rb'"cat"' + COLON + rb'"[^"]*+"' + COMMA
     + rb'(?:"name"' + COLON + rb'"' + STRING + rb'"' + COMMA + rb'"pid"' + COLON + SCALAR + COMMA
     + rb'"tid"' + COLON + SCALAR + COMMA + rb')?+"ts"' + COLON + NUMBER + COMMA + rb'"dur"' + COLON + NUMBER,
     re.DOTALL,
