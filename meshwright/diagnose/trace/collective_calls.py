@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections import defaultdict, deque
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +11,7 @@ import numpy as np
 
 from meshwright.diagnose.trace.breakdown import RankTimeline
 from meshwright.diagnose.trace.intervals import Intervals
-from meshwright.diagnose.trace.kineto.collective_args import CollectiveArgs
+from meshwright.diagnose.trace.kineto.collective_args import CollectiveArgs, collective_args
 from meshwright.diagnose.trace.kineto.event_table import EventTable, Floats, Kind, Mask
 
 COLLECTIVES = {
@@ -26,6 +27,8 @@ COLLECTIVES = {
 """Kind of a collective -> pattern in the name of a kernel, an annotation or its metadata; the first match counts."""
 UNKNOWN = "collective"
 NO_ARGS = CollectiveArgs()
+MAX_AXIS = 32
+"""Characters of the name of an axis."""
 
 
 @dataclass(frozen=True)
@@ -75,6 +78,9 @@ def collective_calls(timeline: RankTimeline) -> CollectiveCalls:
         else kinds[events.name[row]]
         for row, by, known in zip(rows, annotation, args, strict=True)
     ]  # fmt: skip
+    if not activities.on_device:
+        args = with_recorded(args, kind, timeline.trace.header)
+    axes = group_axes(timeline.trace.header)
     overlapped = Intervals(start, end).overlap_with(timeline.compute)
     splits = [
         max(known.splits) * len(known.splits) / sum(known.splits) if sum(known.splits) > 0 else 0.0 for known in args
@@ -82,7 +88,7 @@ def collective_calls(timeline: RankTimeline) -> CollectiveCalls:
     return CollectiveCalls(
         kind,
         [known.group for known in args],
-        [axis_of(known) for known in args],
+        [axes.get(known.group) or described_axis(known) for known in args],
         [known.sequence for known in args],
         np.array([known.message_bytes for known in args], np.float64),
         np.array(splits, np.float64),
@@ -115,6 +121,37 @@ def collective_kind(name: str) -> str:
     return next((kind for kind, pattern in COLLECTIVES.items() if re.search(pattern, text)), UNKNOWN)
 
 
-def axis_of(args: CollectiveArgs) -> str:
-    """What a process group is called by the program: `mesh_shard` is the mesh dimension shard."""
+def described_axis(args: CollectiveArgs) -> str:
+    """What the program calls a process group: `mesh_shard` is the mesh dimension shard."""
     return "" if args.description in ("", "undefined", "default_pg") else args.description.removeprefix("mesh_")
+
+
+def meshwright_metadata(header: dict[str, Any]) -> dict[str, Any]:
+    """What a profiled run of Meshwright adds to its traces; an empty dict for other programs."""
+    metadata = header.get("meshwright")
+    return metadata if isinstance(metadata, dict) else {}
+
+
+def group_axes(header: dict[str, Any]) -> dict[str, str]:
+    """Process group -> axis of the layout, of a run of Meshwright."""
+    axes = meshwright_metadata(header).get("axes")
+    axes = axes if isinstance(axes, dict) else {}
+    return {group: axis[:MAX_AXIS] for group, axis in axes.items() if isinstance(axis, str)}
+
+
+def with_recorded(args: list[CollectiveArgs], kinds: list[str], header: dict[str, Any]) -> list[CollectiveArgs]:
+    """Adds what a run of Meshwright recorded about its collectives, in order: annotations of Gloo name no group."""
+    rows = meshwright_metadata(header).get("collectives")
+    waiting: dict[str, deque[CollectiveArgs]] = defaultdict(deque)
+    for row in rows if isinstance(rows, list) else []:
+        if isinstance(row, list) and len(row) == 6:
+            _, group, sequence, collective, _, elements = row
+            fields = {
+                "Process Group Name": group,
+                "Seq": sequence,
+                "Collective name": collective,
+                "In msg nelems": elements,
+            }
+            recorded = collective_args(fields)
+            waiting[collective_kind(recorded.collective)].append(recorded)
+    return [waiting[kind].popleft() if waiting[kind] else known for known, kind in zip(args, kinds, strict=True)]

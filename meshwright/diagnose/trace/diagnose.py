@@ -13,9 +13,16 @@ from meshwright.diagnose.finding import Finding
 from meshwright.diagnose.trace.breakdown import Breakdown, make_timeline
 from meshwright.diagnose.trace.collective_calls import collective_calls
 from meshwright.diagnose.trace.communication_findings import find_communication
-from meshwright.diagnose.trace.group_findings import RankSummary, find_between_ranks
-from meshwright.diagnose.trace.kineto.kineto_trace import KinetoTrace, read_trace
-from meshwright.diagnose.trace.rank_findings import CHECK, find_data, find_device, find_memory
+from meshwright.diagnose.trace.group_findings import (
+    MatchedCollective,
+    RankSummary,
+    find_between_ranks,
+    match_collectives,
+    waiting,
+)
+from meshwright.diagnose.trace.kineto.kineto_trace import EXPECTED, KinetoTrace, read_trace
+from meshwright.diagnose.trace.rank_findings import CHECK, MIN_SHARE, find_data, find_device, find_memory
+from meshwright.errors import ConfigError
 
 CONFIDENCE_WEIGHTS = {"high": 1.0, "medium": 0.7, "low": 0.4}
 """What a share counts when findings are put in order."""
@@ -74,10 +81,9 @@ def diagnose_traces(paths: Sequence[Path]) -> TraceDiagnosis:
         ranks.append(diagnosis)
         summaries.append(summary)
         findings += found
-    between = list(find_between_ranks(summaries))
-    merged = merge_ranks(findings, len(paths))
-    if any(finding.cause == "straggler" for finding in between):  # waiting for a slow rank is not slow communication
-        merged = [finding for finding in merged if finding.cause != "communication"]
+    matched = match_collectives(summaries)
+    between = find_between_ranks(summaries, matched)
+    merged = merge_ranks(without_waiting(findings, summaries, matched), len(paths))
     ordered = sorted([*merged, *between], key=lambda found: -found.share * CONFIDENCE_WEIGHTS[found.confidence])
     return TraceDiagnosis(ordered or [healthy(ranks)], sorted(ranks, key=lambda rank: rank.rank))
 
@@ -89,6 +95,8 @@ def free_rank(number: int, taken: set[int]) -> int:
 def diagnose_rank(trace: KinetoTrace, rank: int) -> tuple[RankDiagnosis, RankSummary, list[Finding]]:
     """Diagnoses the trace of one rank."""
     timeline = make_timeline(trace)
+    if not len(timeline.busy):
+        raise ConfigError(f"trace {trace.path} has no kernels, operators or collectives", EXPECTED)
     breakdown = timeline.breakdown(*timeline.window)
     steps = {number: timeline.breakdown(*window) for number, window in timeline.steps.items()}
     calls = collective_calls(timeline)
@@ -114,6 +122,23 @@ def device_name(trace: KinetoTrace) -> str:
     return name[:64] if isinstance(name, str) else "device"
 
 
+def without_waiting(
+    findings: list[Finding], ranks: list[RankSummary], matched: list[MatchedCollective]
+) -> list[Finding]:
+    """Subtracts the time in which a rank waits for a late one from its communication, which is not slow then."""
+    seconds = {rank.rank: rank.breakdown.seconds for rank in ranks}
+    waits = {rank: wait.total / 1e6 / seconds[rank] for rank, wait in waiting(ranks, matched).items() if seconds[rank]}
+    kept = []
+    for finding in findings:
+        wait = waits.get(finding.rank, 0.0) if finding.cause == "communication" and finding.rank is not None else 0.0
+        if wait >= MIN_SHARE:
+            sentence = f"{finding.sentence} Of it, {wait:.0%} is waiting for ranks that arrive later."
+            finding = replace(finding, share=finding.share - wait, sentence=sentence)
+        if finding.share >= MIN_SHARE:
+            kept.append(finding)
+    return kept
+
+
 def merge_ranks(findings: list[Finding], ranks: int) -> list[Finding]:
     """Keeps one finding per cause and variant: that of the rank with the largest share."""
     best: dict[tuple[str, str], Finding] = {}
@@ -123,8 +148,9 @@ def merge_ranks(findings: list[Finding], ranks: int) -> list[Finding]:
         counts[key] = counts.get(key, 0) + 1
         if key not in best or finding.share > best[key].share:
             best[key] = finding
+    everywhere = f"All {ranks} ranks are affected."
     return [
-        finding if counts[key] < ranks or ranks == 1 else replace(finding, sentence=f"On all ranks: {finding.sentence}")
+        finding if counts[key] < ranks or ranks == 1 else replace(finding, sentence=f"{finding.sentence} {everywhere}")
         for key, finding in best.items()
     ]
 
@@ -134,7 +160,7 @@ def healthy(ranks: list[RankDiagnosis]) -> Finding:
     return Finding(
         "healthy",
         "",
-        f"The ranks compute for {compute:.0%} of the time, and nothing else takes more than 3 % of it.",
+        f"The ranks compute for {compute:.0%} of the time, and nothing else takes more than {MIN_SHARE:.0%} of it.",
         0.0,
         "high",
         check=CHECK,

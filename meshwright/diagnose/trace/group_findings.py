@@ -95,9 +95,8 @@ def match_collectives(ranks: list[RankSummary]) -> list[MatchedCollective]:
     return matched
 
 
-def find_between_ranks(ranks: list[RankSummary]) -> Iterator[Finding]:
+def find_between_ranks(ranks: list[RankSummary], matched: list[MatchedCollective]) -> Iterator[Finding]:
     """Compares the traces of several ranks; also finds pipeline bubbles in the trace of one rank."""
-    matched = match_collectives(ranks)
     yield from find_bubble(ranks)
     uneven = list(find_experts(ranks, matched))
     yield from uneven

@@ -14,9 +14,10 @@ COMMA = rb",\s*+"
 BEFORE_ARGS = rb"\s*+,\s*+"
 STRING = rb'[^"]*+(?:(?<=\\)"[^"]*+)*+'  # with escaped quotes; a name does not end with a backslash
 SCALAR = rb'("[^"]*+"|-?[0-9]++)'
-NUMBER = rb"([0-9]{1,20}+(?:\.[0-9]{0,12}+)?+)"
+NUMBER = rb"(-?[0-9]{1,20}+(?:\.[0-9]{0,12}+)?+)"
 
 DEVICE_CATEGORIES = rb"[Kk]ernel|gpu_mem|Memcpy|Memset"
+RUNTIME_CATEGORIES = rb"(?:(?:cuda|hip|xpu)_(?:runtime|driver)|Runtime)"
 RUNTIME_CALLS = (
     rb"(?:cuda|cu|hip|ze|sycl|zeCommandListAppend)"
     rb"(?:Launch|Ext|Module|Graph|Memcpy|Memset|Malloc|Free|Mem(?:Alloc|Free|Map|Unmap|Create)|Host"
@@ -33,12 +34,15 @@ COMMUNICATION = rb"(?:nccl|rccl|gloo:|mpi:|ucc:|mscclpp|record_param_comms)"
 NAME_KEY = rb'"' + COMMA + rb'"name"' + COLON + rb'"'
 DEVICE_TRACE = (
     rb"(?=" + DEVICE_CATEGORIES + rb"|user_annotation"
-    rb"|(?:(?:cuda|hip|xpu)_(?:runtime|driver)|Runtime)" + NAME_KEY + RUNTIME_CALLS
+    rb"|" + RUNTIME_CATEGORIES + NAME_KEY + RUNTIME_CALLS
     + rb"|(?:cpu_op|Operator)" + NAME_KEY + rb"(?:" + OPERATORS + rb"))"
 )  # fmt: skip
 """The events that are used of a trace with device activities: category and name, as a lookahead."""
-HOST_TRACE = rb"(?=cpu_op|Operator|user_annotation|" + DEVICE_CATEGORIES + rb")"
-"""The events that are used of a trace without a device."""
+HOST_TRACE = (
+    rb"(?=cpu_op|Operator|user_annotation|" + DEVICE_CATEGORIES
+    + rb"|" + RUNTIME_CATEGORIES + NAME_KEY + RUNTIME_CALLS + rb")"
+)  # fmt: skip
+"""The events that are used of a trace that may have no device: all operators as well."""
 
 
 def event_pattern(wanted: bytes) -> re.Pattern[bytes]:

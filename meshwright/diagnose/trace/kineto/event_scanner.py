@@ -15,6 +15,8 @@ MAX_EVENT = 4 << 20
 """Bytes of one event."""
 MAX_MALFORMED = 1000
 """Malformed events after which the rest of a trace is not read."""
+ENOUGH_EVENTS = 8
+"""Complete events from which the layout of a trace is known."""
 CHECK_EVERY = 64
 """Chunks between two checks that all events have Kineto's layout."""
 EVENTS = re.compile(rb'"traceEvents"\s*+:\s*+\[')
@@ -39,7 +41,8 @@ class EventScanner:
         self.text = b""
         """what was fed and is not yet scanned"""
         self.chunks = self.malformed = 0
-        self.has_kineto_layout = True
+        self.has_kineto_layout: bool | None = None
+        """None until enough events are seen"""
         self.is_complete = False
         """whether the end of the events was found"""
         self.notes: list[str] = []
@@ -53,9 +56,11 @@ class EventScanner:
         self.text += chunk
         if self.header is None and not self.find_events():
             return
+        if self.has_kineto_layout is None and self.text.count(b'"X"') >= ENOUGH_EVENTS:
+            self.has_kineto_layout = True  # until a check fails
         if self.has_kineto_layout:
             self.scan_kineto()
-        else:
+        elif self.has_kineto_layout is False or len(self.text) > MAX_EVENT // 4:
             self.scan_json()
         if len(self.text) > MAX_EVENT and not self.is_done:
             self.notes.append(f"an event after {self.builder.rows:,} events is longer than {MAX_EVENT >> 20} MiB")
@@ -90,7 +95,7 @@ class EventScanner:
         self.builder.add(self.pattern.findall(self.text, 0, end))
         self.text = self.text[end:]
 
-    def scan_json(self) -> None:
+    def scan_json(self, is_end: bool = False) -> None:
         """Parses whole events as JSON, and keeps the rest. After a malformed event it goes on with the next one."""
         text, position, found = self.text.decode("latin-1"), 0, []
         while not self.is_done:
@@ -102,7 +107,7 @@ class EventScanner:
                 event, position = DECODER.raw_decode(text, start)
             except (ValueError, RecursionError):
                 following = EVENT_START.search(text, start + 1)
-                if len(text) - start <= MAX_EVENT // 4 or following is None:
+                if following is None or (len(text) - start <= MAX_EVENT // 4 and not is_end):
                     break  # it may be incomplete
                 self.malformed += 1
                 position = following.start()
@@ -119,26 +124,21 @@ class EventScanner:
             self.notes = self.notes or ["it has no traceEvents"]
             return
         if not self.is_done:
-            self.scan_json()
-        rest = self.text.strip(b" \r\n\t,")
-        if self.malformed > MAX_MALFORMED:
-            self.notes.append(f"more than {MAX_MALFORMED:,} events are malformed; the rest is not read")
-        elif self.malformed:
-            self.notes.append(f"{self.malformed:,} malformed events are left out")
+            self.scan_json(is_end=True)
         if self.builder.is_full:
             self.notes.append(f"only the first {self.builder.rows:,} events are used")
-        elif not self.is_complete and not self.notes and (rest or self.header):
-            self.notes.append(f"the trace is truncated after {self.builder.rows:,} of the events that are used")
+        elif self.malformed > MAX_MALFORMED:
+            self.notes.append(f"more than {MAX_MALFORMED:,} events are malformed; the rest is not read")
+        elif not self.notes:
+            if self.malformed:
+                self.notes.append(f"{self.malformed:,} malformed events are left out")
+            if not self.is_complete:
+                self.notes.append(f"the trace is truncated after {self.builder.rows:,} events")
         if self.builder.invalid:
             self.notes.append(f"{self.builder.invalid:,} events with impossible times are left out")
 
 
-def bounded_int(text: str) -> int:
-    """Parses an integer of JSON; one that is longer than 64 bits, which takes quadratic time, is not a value here."""
-    return int(text) if len(text) <= 20 else 0
-
-
-DECODER = json.JSONDecoder(parse_int=bounded_int, strict=False)
+DECODER = json.JSONDecoder(strict=False)
 
 
 def json_row(event: dict[str, Any]) -> Row | None:
@@ -165,8 +165,9 @@ def json_row(event: dict[str, Any]) -> Row | None:
 
 
 def encoded(value: Any) -> bytes:
-    """The bytes of a string that was decoded as Latin-1, or of a number."""
-    return (value if isinstance(value, str) else str(value)[:64]).encode("latin-1", "replace").replace(b"\\", b"/")
+    """A value as it is between the quotes of a JSON string; the text was decoded as Latin-1."""
+    text = value if isinstance(value, str) else str(value)[:64]
+    return text.replace("\\", "\\\\").replace('"', '\\"').encode("latin-1", "replace")
 
 
 def time_text(value: Any) -> bytes:
