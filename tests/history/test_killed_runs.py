@@ -18,10 +18,11 @@ KILLS = 10
 
 
 @pytest.mark.long
+@pytest.mark.timeout(600)
 def test_account_of_a_run_killed_ten_times_adds_up_to_its_wall_time(tmp_path):
     kills = [f"step.forward:rank1:kill@step{10 * kill + 10}#{kill}" for kill in range(KILLS)]
-    # Steps of 1.5 s: the interpreter's own exit, which no record can contain, takes up to 0.2 s on a busy machine.
-    faults = ",".join(["step.fetch:slow=1.5x11", *kills])
+    # Steps of 1 s: the interpreter's own exit, which no record can contain, takes up to 0.2 s on a busy machine.
+    faults = ",".join(["step.fetch:slow=1x11", *kills])
     command = [sys.executable, "-m", "meshwright", "train", *SMALL, "--steps=120", "--checkpoint.every=4", "--ranks=2"]
     command += ["--checkpoint.seconds=0"]
     began = time.time()
@@ -42,5 +43,5 @@ def test_account_of_a_run_killed_ten_times_adds_up_to_its_wall_time(tmp_path):
     assert account.unique_samples == 120 * 16
     assert account.parts["lost work"] > 0
     assert account.parts["restart"] > account.parts["start"]
-    assert account.parts["data"] > 120 * 1.4
+    assert account.parts["data"] > 120 * 0.95
     assert account.parts["idle"] == 0
