@@ -19,6 +19,7 @@ from benchmarks import (
     observation,
     optimizers,
     pipeline,
+    readers,
     recovery,
     sampler,
     sampling,
@@ -56,6 +57,7 @@ BENCHMARKS = (
     "checkpoint",
     "optimizers",
     "observation",
+    "readers",
     "weights",
     "sampling",
     "recovery",
@@ -99,6 +101,8 @@ def main() -> None:
         result["optimizers"] = optimizers.measure()
     if "observation" in args.only:
         result["observation"] = observation.measure()
+    if "readers" in args.only:
+        result["readers"] = readers.measure()
     if "recovery" in args.only:
         result["recovery"] = recovery.measure()
     if "traces" in args.only:
@@ -173,6 +177,11 @@ def targets(result: dict[str, Any]) -> list[dict[str, Any]]:
     if "observation" in result:
         for preset, row in result["observation"].items():
             rows.append(target(f"observation / step time, {preset}", row["share"], observation.MAX_SHARE, "<="))
+    if "readers" in result:
+        name = f"step time with {readers.READERS} readers of its metrics / without"
+        rows.append(target(name, result["readers"]["ratio"], readers.MAX_RATIO, "<="))
+        peak = result["readers"]["exporter_peak_bytes"]
+        rows.append(target("peak memory of the exporter, bytes", peak, readers.MAX_MEMORY, "<="))
     if "checkpoint" in result:
         rows += checkpoint_targets(result["checkpoint"])
     if "weights" in result:
