@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import xxhash
 from torch import Tensor
 
 from meshwright.data.loader import MicroBatch
+from meshwright.errors import NumericsError, PeerError
 from meshwright.parallel.local_shard import full_tensor
 from meshwright.parallel.world import World
 from meshwright.replay.run_difference import RunDigests, StepDigests
@@ -114,9 +116,10 @@ def digest_rank(world: World, job: Job, last: int, saved: SavedTensor | None) ->
     recorder = DigestRecorder(saved)
     training = Training(replace(job, observer=recorder, listener=listener if world.rank == 0 else None), world)
     try:
-        while training.done <= last:
-            training.run_step()
-        training.recorder.flush()
+        with suppress(NumericsError, PeerError):  # a step that is not finite is on record, and has changed nothing
+            while training.done <= last:
+                training.run_step()
+            training.recorder.flush()
         recorder.digests.records = records
         return recorder.digests
     finally:

@@ -178,6 +178,8 @@ def find_first_difference(one: RunDigests, other: RunDigests) -> FirstDifference
             return FirstDifference(step, "forward", first, len(gradients))
         if gradients:
             return FirstDifference(step, "gradient", first, len(gradients))
+        if step + 1 not in one.parameters.keys() & other.parameters.keys():
+            return None  # a replay ends with a step that is not finite
         if names := differing(one.parameters[step + 1], other.parameters[step + 1]):
             return FirstDifference(step, "update", names[0], len(names))
     return None

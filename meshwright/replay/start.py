@@ -72,7 +72,7 @@ class ReplaySource:
             before = f"; earlier steps had the settings before the fork at step {self.fork_step}"
             raise ConfigError(
                 f"--step {step}: the run has steps {self.fork_step} to {self.config.steps - 1}"
-                + (before if step < self.fork_step else ""),
+                + (before if 0 <= step < self.fork_step else ""),
                 f"expected {self.fork_step} to {self.config.steps - 1}",
             )
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
 import pytest
 from recorded_run import RecordedRun
@@ -9,6 +11,7 @@ from recorded_run import RecordedRun
 from meshwright.diagnose.run import crashes, hangs, numerics, replayed_samples
 from meshwright.diagnose.run.diagnose import diagnose_run
 from meshwright.diagnose.run.loss_trend import find_divergence, find_spikes
+from meshwright.history.signals import read_signals
 
 
 @pytest.fixture
@@ -174,6 +177,20 @@ def test_hang_names_the_rank_and_those_that_wait_for_it(run):
     assert (finding.variant, finding.rank, finding.step, finding.phase) == ("no progress", 2, 6, "fetch")
     assert finding.sentence.endswith("ranks 0, 1 wait in step control vector")
     assert list(crashes.find(run.history())) == []
+
+
+def test_run_that_waits_for_a_rank_now_is_a_hang_in_progress(run, monkeypatch):
+    run.begin()
+    run.steps(0, noisy(6))
+    history = run.history()
+    monkeypatch.setattr(type(history), "is_alive", True)
+    signals = read_signals(history, run.time + 100)
+    waiting = replace(signals, state="waiting", sentence="the ranks wait for rank 1", rank=1)
+    monkeypatch.setattr(hangs, "read_signals", lambda _history, _now: waiting)
+    (finding,) = hangs.find(history)
+    assert (finding.variant, finding.rank, finding.share) == ("in progress", 1, 1.0)
+    monkeypatch.setattr(hangs, "read_signals", lambda _history, _now: replace(signals, state="progressing"))
+    assert list(hangs.find(history)) == []
 
 
 def test_ranks_in_different_collectives_are_a_hang_even_if_the_backend_fails(run):

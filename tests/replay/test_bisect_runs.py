@@ -16,7 +16,7 @@ from small_run import small_config
 from meshwright import train
 from meshwright.checkpoint.listing import CheckpointEntry
 from meshwright.cli import main
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, NumericsError
 from meshwright.observe.bisect_text import describe_difference
 from meshwright.replay import bisect as bisect_module
 from meshwright.replay.bisect import bisect_runs, search_checkpoints
@@ -97,6 +97,17 @@ def test_bisect_names_the_one_initial_parameter_that_differs(runs, tmp_path, cap
     assert found.first is not None
     assert (found.first.quantity, found.step, found.parameter, found.elements) == ("state", 0, CHANGED, 1)
     assert found.largest == pytest.approx(0.25)
+
+
+@pytest.mark.long
+def test_bisect_of_runs_that_end_with_values_that_are_not_finite(tmp_path):
+    for name, rate in (("a", "1e14"), ("b", "1e15")):
+        settings = (*SAVES, f"--optimizer.lr={rate}", "--schedule.kind=constant", "--schedule.warmup=0")
+        with pytest.raises(NumericsError):
+            train(small_config(*settings, "--optimizer.clip=0", steps=3), run=tmp_path / name, quiet=True)
+    found = bisect_runs(RunFolder(tmp_path / "a"), RunFolder(tmp_path / "b"))
+    assert found.first is not None
+    assert (found.step, found.first.quantity, found.reproduced) == (0, "update", (True, True))
 
 
 @pytest.mark.long

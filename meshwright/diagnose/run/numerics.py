@@ -40,7 +40,7 @@ def find(history: RunHistory) -> Iterator[Finding]:
 
 def describe_divergence(table: StepTable, divergence: Divergence) -> Finding:
     index = divergence.index
-    step, rate = int(table.step[index]), float(np.nanmax(table.lr[: index + 1]))
+    step, rate = int(table.step[index]), float(np.max(np.nan_to_num(table.lr[: index + 1])))
     norms = table.grad_norm
     before, after = finite_median(norms[: max(1, index)]), finite_median(norms[index:])
     grown = before > 0 and after / before >= GROWN_NORM
@@ -62,7 +62,7 @@ def describe_divergence(table: StepTable, divergence: Divergence) -> Finding:
         step=step,
         evidence=tuple(evidence),
         change=Change(
-            (f"optimizer.lr = {rate / 10:.2g}",),
+            (f"optimizer.lr = {rate / 10:.2g}",) if rate > 0 else (),
             "a longer schedule.warmup, or optimizer.clip = 1 if clipping is off, may be enough",
         ),
         check=f"meshwright replay RUN --step {max(0, step - 1)}",
@@ -100,7 +100,7 @@ def find_loss_scale(table: StepTable) -> Iterator[Finding]:
     first, last = float(scale[scaled][0]), float(scale[scaled][-1])
     if count >= MIN_SKIPPED and count / steps >= MIN_SHARE:
         step = int(table.step[np.flatnonzero(overflow)[0]])
-        good = scale[scaled & ~table.skipped]
+        good = scale[scaled & ~table.skipped & (scale > 0)]
         settled = len(good) and not overflow[-1]
         start = f"precision.loss_scale = {2.0 ** np.floor(np.log2(good[-1])):g}" if settled else ""
         yield Finding(
