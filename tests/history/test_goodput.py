@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from recorded_run import BEGIN, PHASES, RecordedRun
+from recorded_history import BEGIN, PHASES, RecordedRun
 
 from meshwright.history.goodput import PARTS, goodput
 

@@ -8,7 +8,7 @@ import subprocess
 import sys
 
 import pytest
-from recorded_run import RecordedRun
+from recorded_history import RecordedRun
 
 OPEN = """
 import json, resource, sys, time

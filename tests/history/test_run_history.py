@@ -9,7 +9,7 @@ import shutil
 
 import numpy as np
 import pytest
-from recorded_run import BEGIN, RecordedRun
+from recorded_history import BEGIN, RecordedRun
 
 from meshwright.errors import ConfigError
 from meshwright.history import event_tail, rank_steps

@@ -6,7 +6,7 @@ import os
 import time
 
 import pytest
-from recorded_run import RecordedRun
+from recorded_history import RecordedRun
 
 from meshwright.history.signals import STATES, read_signals
 

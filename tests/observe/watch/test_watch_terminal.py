@@ -6,7 +6,7 @@ import io
 import json
 
 import pytest
-from recorded_run import RecordedRun
+from recorded_history import RecordedRun
 from rich.console import Console
 
 from meshwright.cli import main
