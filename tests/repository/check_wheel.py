@@ -19,7 +19,10 @@ COMMANDS = [
     "plan llama-8b --cluster h100:8 --html plan.html",
     "train --steps 2 --run run --model.layers=1",
     "report run",
+    "watch run --once",
 ]
+STATIC = "meshwright/observe/watch/static"
+"""The files of the live page."""
 
 
 def run(*args: str | Path, cwd: Path) -> None:
@@ -37,6 +40,9 @@ def main() -> None:
         names = zipfile.ZipFile(wheel).namelist()
         assert not [name for name in names if name.startswith(("tests/", "benchmarks/", "fuzz/"))], names
         assert "meshwright/py.typed" in names
+        static = {path.relative_to(ROOT).as_posix() for path in (ROOT / STATIC).rglob("*") if path.is_file()}
+        assert static, f"{STATIC} is empty"
+        assert not static - set(names), static - set(names)
         venv.create(folder / "env", with_pip=True)
         python = folder / "env" / "bin" / "python"
         run(python, *pip, "install", "--constraint", ROOT / "constraints.txt", f"{wheel}[text]", cwd=folder)

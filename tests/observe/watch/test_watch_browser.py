@@ -99,13 +99,15 @@ def test_page_of_a_finished_run_in_a_browser(browser, serve, tmp_path):
     assert page.locator("img").count() == 0
 
     page.keyboard.press("?")
-    assert page.locator("dialog[open]").count() == 1
+    playwright.expect(page.locator("dialog[open]")).to_have_count(1, timeout=SECONDS)
     assert "next section" in visit.text("dialog")
     page.keyboard.press("Escape")
+    playwright.expect(page.locator("dialog[open]")).to_have_count(0, timeout=SECONDS)
     page.keyboard.press("h")
-    assert page.get_attribute("#heatmap .tools button:nth-of-type(2)", "aria-pressed") == "true"
+    step_time = page.locator("#heatmap .tools button", has_text="Step time")
+    playwright.expect(step_time).to_have_attribute("aria-pressed", "true", timeout=SECONDS)
     page.keyboard.press("d")
-    assert page.evaluate("document.documentElement.dataset.theme") == "dark"
+    playwright.expect(page.locator("html")).to_have_attribute("data-theme", "dark", timeout=SECONDS)
     page.keyboard.press("+")
     visit.expect("#curves .note", "steps 30 to 89")
     page.keyboard.press("0")
@@ -113,7 +115,7 @@ def test_page_of_a_finished_run_in_a_browser(browser, serve, tmp_path):
     page.focus("#heatmap canvas")
     for key in ("ArrowDown", "ArrowDown"):
         page.keyboard.press(key)
-    assert "rank 2, step" in visit.text("#heatmap .tip")
+    visit.expect("#heatmap .tip", "rank 2, step")
     page.set_viewport_size({"width": 390, "height": 844})
     page.wait_for_timeout(300)
     assert not visit.has_horizontal_scroll()

@@ -11,10 +11,14 @@ import pytest
 from starlette.testclient import TestClient
 from synthetic_run import write_run
 
+from meshwright.history.account import PARTS
+from meshwright.history.signals import STATES
 from meshwright.observe.watch.page.routes import make_page
 from meshwright.observe.watch.page.watched_run import WatchedRun
 from meshwright.observe.watch.security import RequestGuard
 from meshwright.telemetry.run_folder import RunFolder
+
+STATIC = Path(__file__).parents[3] / "meshwright/observe/watch/static"
 
 
 def page(*folders: Path) -> TestClient:
@@ -248,3 +252,12 @@ def test_page_files_refer_to_nothing_outside(client):
     texts += [client.get(f"/static/{name}").text for name in imported]
     assert len(imported) >= 8
     assert not [text for text in texts if "://" in text.replace("http://www.w3.org/2000/svg", "")]
+
+
+def test_documentation_lists_every_state_part_and_key():
+    text = (Path(__file__).parents[3] / "docs/watch.md").read_text()
+    listed = {name for row in re.findall(r"^\| ([a-z, ]+) \|", text, re.MULTILINE) for name in row.split(", ")}
+    assert listed >= {*STATES, *PARTS}
+    keys = re.findall(r'\[\["(.)"(?:, "(.)")?\]', (STATIC / "app.js").read_text())
+    assert len(keys) >= 7
+    assert not [key for pair in keys for key in pair if key and f"`{key}`" not in text]

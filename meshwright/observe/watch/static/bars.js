@@ -5,7 +5,7 @@ import * as format from "./format.js";
 export const PART_COLORS = {
   productive: "green", data: "gold", "exposed communication": "orange", bubble: "violet", straggler: "red",
   checkpoint: "teal", evaluation: "sky", callback: "lime", bookkeeping: "brown", start: "slate", compile: "blue",
-  skipped: "warn", "lost work": "bad", stalled: "ink", restart: "pink", idle: "grey", end: "sand",
+  skipped: "warn", "lost work": "plum", stalled: "ink", restart: "pink", idle: "grey", end: "sand",
 };
 const MEMORY_COLORS = {
   parameter: "blue", gradient: "teal", optimizer: "violet", buffer: "brown", activation: "green",
@@ -43,7 +43,7 @@ export function showGoodput(section, runs, meanings) {
   fill(body, accounts.map((run) => {
     const { wall_seconds: wall, parts } = run.goodput;
     const shown = Object.entries(parts).filter(([, value]) => value > 0);
-    return el("div", {}, runs.length > 1 ? el("h3", {}, `${run.name}, ${format.seconds(wall)}`) : null,
+    return el("div", { class: "account" }, runs.length > 1 ? el("h3", {}, `${run.name}, ${format.seconds(wall)}`) : null,
       stack(shown, wall, PART_COLORS, format.seconds, false), legend(shown, wall, PART_COLORS, format.seconds, meanings),
       run.goodput.notes.map((note) => el("p", { class: "note" }, note)));
   }));

@@ -87,14 +87,14 @@ export class StepChart {
     context.rect(bbox.left, bbox.top, bbox.width, bbox.height);
     context.clip();
     context.font = `${11 * density}px ${getComputedStyle(document.body).fontFamily}`;
-    context.lineWidth = density;
     context.textAlign = "left";
     context.textBaseline = "alphabetic";
-    context.setLineDash([4 * density, 3 * density]);
     let free = -Infinity;
     for (const mark of this.marks) {
       const x = plot.valToPos(mark.step, "x", true);
       if (x < bbox.left - 1 || x > bbox.left + bbox.width) continue;
+      context.setLineDash([4 * density, 3 * density]);
+      context.lineWidth = density;
       context.strokeStyle = color("faint");
       context.beginPath();
       context.moveTo(x, bbox.top);
@@ -102,7 +102,11 @@ export class StepChart {
       context.stroke();
       const width = context.measureText(mark.label).width;
       if (x > free && x + width < bbox.left + bbox.width) {
-        context.fillStyle = color("faint");
+        context.setLineDash([]);
+        context.strokeStyle = color("card", 0.85);
+        context.lineWidth = 4 * density;
+        context.strokeText(mark.label, x + 4 * density, bbox.top + 11 * density);
+        context.fillStyle = color("soft");
         context.fillText(mark.label, x + 4 * density, bbox.top + 11 * density);
         free = x + width + 10 * density;
       }
@@ -148,7 +152,7 @@ export function showCurve(chart, runs, marks, dots = []) {
     const name = present.length > 1 ? `${run.name} ` : "";
     const where = step === null || run !== present[0] ? "" : `step ${format.integer(run.steps[at])}: `;
     return `${where}${name}${text(run.mean[at])}`;
-  }).join("   "));
+  }).join(" · "));
 }
 
 /** Shows the phases of a run on top of each other. */

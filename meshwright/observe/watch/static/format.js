@@ -53,11 +53,11 @@ export function percent(fraction) {
   return `${value !== 0 && Math.abs(value) < 9.95 ? value.toFixed(1) : Math.round(value)}%`;
 }
 
-/** The time of day of a Unix time, with the date if it is not today. */
-export function clock(time) {
+/** The time of day of a Unix time, with the date if it is not that of `beside`, by default today. */
+export function clock(time, beside = Date.now() / 1000) {
   if (!known(time)) return "–";
   const date = new Date(time * 1000);
-  const day = date.toDateString() === new Date().toDateString() ? "" : `${date.toLocaleDateString("en-CA")} `;
+  const day = date.toDateString() === new Date((beside ?? time) * 1000).toDateString() ? "" : `${date.toLocaleDateString("en-CA")} `;
   return day + date.toLocaleTimeString("en-GB");
 }
 

@@ -88,7 +88,7 @@ export class HeatMap {
     }
     context.textBaseline = "top";
     const [from, to] = this.data.range;
-    const every = roundStep(Math.max(1, (to - from) / Math.max(2, Math.floor((width - LEFT) / 110))));
+    const every = roundStep(Math.max(1, (to - from) / Math.max(2, Math.floor((width - LEFT) / 75))));
     context.textAlign = "center";
     for (let step = Math.ceil(from / every) * every; step < to; step += every) {
       const x = LEFT + ((step + 0.5 - from) * (width - LEFT)) / (to - from);

@@ -33,13 +33,18 @@ export function showCheckpoints(section, run) {
       ["stall", "number"], ["in total", "number hide-phone"]], rows));
 }
 
-const sentence = (text) => (!text || /[.!?]$/.test(text) ? text : `${text}.`);
+/** Text of a record as a sentence: it begins with a capital letter and ends with a full stop. */
+function sentence(text) {
+  if (!text) return "";
+  const begun = text[0].toUpperCase() + text.slice(1);
+  return /[.!?]$/.test(begun) ? begun : `${begun}.`;
+}
 
 function incident(attempt) {
   const { incident: found } = attempt;
   const range = attempt.done > attempt.first_step
     ? `steps ${format.integer(attempt.first_step)} to ${format.integer(attempt.done - 1)}` : "no step completed";
-  const times = `${format.clock(attempt.started)} to ${attempt.ended === null ? "now" : format.clock(attempt.ended)}`;
+  const times = `${format.clock(attempt.started)} to ${attempt.ended === null ? "now" : format.clock(attempt.ended, attempt.started)}`;
   const place = found && found.rank !== null
     ? ` Rank ${found.rank}${found.step !== null ? ` at step ${format.integer(found.step)}` : ""}${found.phase ? `, ${found.phase}` : ""}.` : "";
   const details = found && [found.stack, (found.log_tail || []).join("\n")].filter(Boolean).join("\n\n");
@@ -83,11 +88,11 @@ function finding(found) {
   const facts = found.evidence.map((one) => el("li", {}, el("span", { class: "faint" }, one.figure), el("b", {}, figureText(one.value, one.unit)),
     one.compared === null ? null : el("span", { class: "faint" }, `${one.compared_with || "compared with"} ${figureText(one.compared, one.unit)}`)));
   const kind = found.cause === found.variant || !found.variant ? found.cause : `${found.cause}: ${found.variant}`;
-  return el("li", { class: `finding ${tone}` }, el("p", {}, el("b", {}, found.sentence)),
+  return el("li", { class: `finding ${tone}` }, el("p", {}, el("b", {}, sentence(found.sentence))),
     el("p", { class: "note" }, found.cause === "healthy" ? `confidence ${found.confidence}`
       : `${kind}, confidence ${found.confidence}${found.share > 0 ? `, ${format.percent(found.share)} of the time to win` : ""}`),
     facts.length ? el("ul", { class: "legend" }, facts) : null,
-    found.change.action ? el("p", {}, found.change.action) : null,
+    found.change.action ? el("p", {}, sentence(found.change.action)) : null,
     found.change.settings.length ? el("pre", {}, found.change.settings.join("\n")) : null,
     found.check ? el("p", { class: "note" }, "Check with ", el("code", {}, found.check)) : null);
 }

@@ -87,7 +87,7 @@ export class StepTimeline {
   drawAxis(context, width, rows) {
     context.fillStyle = color("faint");
     context.textBaseline = "top";
-    const every = roundStep((this.data.seconds || 1) / Math.max(2, Math.floor((width - LEFT) / 110)));
+    const every = roundStep((this.data.seconds || 1) / Math.max(2, Math.floor((width - LEFT) / 85)));
     for (let place = 0; place * every <= this.data.seconds; place += 1) {
       const x = LEFT + place * every * this.perSecond;
       context.textAlign = place === 0 ? "left" : x > width - 30 ? "right" : "center";
