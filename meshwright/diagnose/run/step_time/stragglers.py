@@ -46,7 +46,7 @@ ACTIONS = {
 
 def find(history: RunHistory) -> Iterator[Finding]:
     steps = timed_steps(history)
-    if steps is None or len(steps.ranks) < 2:
+    if steps is None:
         return
     slow_stage = find_slow_stage(steps)
     if slow_stage is not None:
@@ -54,10 +54,14 @@ def find(history: RunHistory) -> Iterator[Finding]:
         return
     behind = steps.above_peers(steps.local_seconds())
     by_phase = {phase: steps.above_peers(seconds) for phase, seconds in steps.local.items()}
-    for index in range(len(steps.ranks)):
-        found = steady(steps, index, behind[index], by_phase) or stalls(steps, index, behind, by_phase)
-        if found is not None:
-            yield found
+    slow_ranks = [
+        found
+        for index in range(len(steps.ranks))
+        if (found := steady(steps, index, behind[index], by_phase) or stalls(steps, index, behind, by_phase))
+    ]
+    yield from slow_ranks
+    if not slow_ranks and (found := common_stalls(steps)) is not None:
+        yield found
 
 
 def slowest_phase(
@@ -176,6 +180,36 @@ def stalls(steps: TimedSteps, index: int, behind: Seconds, by_phase: dict[str, S
             if found.period
             else f"{ACTIONS[phase]}; other processes on its host come and go"
         ),
+        check="meshwright watch RUN",
+    )
+
+
+def common_stalls(steps: TimedSteps) -> Finding | None:
+    """A stall of all ranks at a period. One without a period is a busy machine, and one in fetch is data-bound."""
+    common = {phase: seconds.min(axis=0) for phase, seconds in steps.local.items() if phase != "fetch"}
+    phase = max(common, key=lambda name: float(common[name].max()))
+    found = find_stalls(steps, common[phase])
+    if found is None or not found.period:
+        return None
+    typical = float(np.median(common[phase]))
+    lost = float((common[phase][found.rows] - typical).sum())
+    share = lost / float(steps.seconds.mean(axis=0).sum())
+    if share < LIMITING_SHARE:
+        return None
+    length = lost / len(found.rows)
+    return Finding(
+        "straggler",
+        "periodic",
+        f"all ranks stall every {found.period} steps, for {length * 1e3:.0f} ms in {phase}",
+        share,
+        "high",
+        step=int(steps.steps[found.rows[0]]),
+        phase=phase,
+        evidence=(
+            MeasuredFigure(f"seconds in {phase} of those steps", typical + length, "s", typical, "the other steps"),
+            MeasuredFigure("steps from stall to stall", float(found.period), "count"),
+        ),
+        change=Change(action=f"look for what runs at this period in {phase}: a callback, a hook, a garbage collection"),
         check="meshwright watch RUN",
     )
 
