@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
@@ -29,6 +29,7 @@ MAX_SECONDS = 1 << 40
 MAX_MICROSECONDS = 1 << 42
 MAX_SPANS = 256
 """Spans of a rank that are read from one step to the next."""
+STEP_LINE = re.compile(rb'\{"kind":"step","attempt":[0-9]{1,9},"step":([0-9]{1,18}),')
 SPAN_NAMES = (*PHASES, "checkpoint", "profile")
 
 Interval = tuple[float, float]
@@ -113,10 +114,12 @@ def span_ranks(folder: RunFolder) -> list[int]:
     return sorted(int(match[1]) for match in matches if match)[:MAX_RANKS]
 
 
-def read_rank_spans(folder: RunFolder, rank: int) -> Iterator[Span]:
-    """Yields the spans of a rank in the order in which they were written."""
+def read_rank_spans(folder: RunFolder, rank: int, steps: Sequence[range] | None = None) -> Iterator[Span]:
+    """Yields the spans of a rank in the order in which they were written; of the steps, those in `steps` only."""
     place, path = RankPlace(rank), folder.spans(rank)
     for line in read_files(path):
+        if steps is not None and (number := step_number(line)) is not None and not any(number in s for s in steps):
+            continue
         event = parse_event(line) or {}
         if event.get("kind") == "rank":
             place = parse_place(event, rank)
@@ -124,6 +127,18 @@ def read_rank_spans(folder: RunFolder, rank: int) -> Iterator[Span]:
             yield step
         elif event.get("kind") == "span" and (span := parse_span(event, place)) is not None:
             yield span
+
+
+def step_number(line: bytes) -> int | None:
+    """Returns the step of a line of a step without parsing the line; None for other lines."""
+    match = STEP_LINE.match(line)
+    return int(match[1]) if match else None
+
+
+def newest_step(folder: RunFolder, rank: int) -> int:
+    """Returns the newest step of a rank that is in its spans, or 0."""
+    numbers = map(step_number, read_files(folder.spans(rank)))
+    return max((number for number in numbers if number is not None), default=0)
 
 
 def read_files(path: Path) -> Iterator[bytes]:
@@ -221,9 +236,9 @@ def parse_pair(value: Any) -> tuple[int, int] | None:
     return pair if max(value) < MAX_MICROSECONDS else None  # type: ignore[return-value]
 
 
-def read_spans(folder: RunFolder) -> Iterator[list[Span]]:
+def read_spans(folder: RunFolder, steps: Sequence[range] | None = None) -> Iterator[list[Span]]:
     """Yields the spans of all ranks, step by step: what each rank recorded from one step to the next."""
-    heads = [RankHead(read_rank_spans(folder, rank)) for rank in span_ranks(folder)]
+    heads = [RankHead(read_rank_spans(folder, rank, steps)) for rank in span_ranks(folder)]
     while keys := [head.key for head in heads if head.key is not None]:
         first = min(keys)
         yield [span for head in heads for span in head.take(first)]

@@ -54,8 +54,8 @@ def exposed_by_axis(folder: RunFolder) -> list[ExposedStep]:
     for profile in find_profiles(folder):
         spans = [
             span
-            for span in read_rank_spans(folder, profile.rank)
-            if isinstance(span, StepSpanRecord) and span.step in profile.steps and span.attempt == profile.attempt
+            for span in read_rank_spans(folder, profile.rank, [profile.steps])
+            if isinstance(span, StepSpanRecord) and span.attempt == profile.attempt
         ]
         with suppress(ConfigError):
             steps += exposed_steps(profile, spans)

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from meshwright.telemetry.span_reader import Interval, PhaseSpan, StepSpanRecord
 
-LINKED_MICROSECONDS = 20.0
+LINKED_MICROSECONDS = 100.0
 """Waits that are shorter are not linked: the rank found the others there."""
 
 

@@ -20,7 +20,7 @@ from meshwright.observe.trace.links import (
 from meshwright.observe.trace.profile_files import ProfilePath, ProfileReader, find_profiles
 from meshwright.observe.trace.trace_events import FIRST_LANE, FIRST_THREAD, TRACK_IDS, EventWriter
 from meshwright.telemetry.run_folder import RunFolder
-from meshwright.telemetry.span_reader import OtherSpan, Span, StepSpanRecord, read_rank_spans, read_spans, span_ranks
+from meshwright.telemetry.span_reader import OtherSpan, Span, StepSpanRecord, newest_step, read_spans, span_ranks
 from meshwright.telemetry.untrusted_records import finite_number
 
 DEFAULT_STEPS = 100
@@ -52,7 +52,11 @@ class MergedTrace:
 
     def lines(self) -> Iterator[str]:
         """Yields the text of the trace."""
-        groups = (spans for group in read_spans(self.folder) if (spans := [s for s in group if self.selects(s)]))
+        groups = (
+            spans
+            for group in read_spans(self.folder, self.selected)
+            if (spans := [s for s in group if self.selects(s)])
+        )
         first = next(groups, None)
         if first is None:
             raise ConfigError(f"{self.folder.root} has no spans of these steps", "try other --steps, or none")
@@ -203,6 +207,6 @@ def overlaps(first: range, second: range) -> bool:
 
 def default_steps(folder: RunFolder, profiles: Sequence[ProfilePath]) -> list[range]:
     """The newest steps, and the profiled ones with their neighbours."""
-    newest = max((span.step for span in read_rank_spans(folder, span_ranks(folder)[0])), default=0)
+    newest = newest_step(folder, span_ranks(folder)[0])
     around = [range(max(0, item.start - NEIGHBOURS), item.stop + NEIGHBOURS) for item in profiles]
     return [range(max(0, newest + 1 - DEFAULT_STEPS), newest + 1), *dict.fromkeys(around)]
