@@ -10,7 +10,7 @@ from meshwright.io import read_json
 from meshwright.recover.incidents import Incident
 from meshwright.telemetry.events import Event
 from meshwright.telemetry.run_folder import RunFolder
-from meshwright.telemetry.untrusted_records import unix_time
+from meshwright.telemetry.untrusted_records import natural_number, unix_time
 
 FAILURES = ("failed", "hang", "lost")
 """The outcomes after which a job continues from its newest checkpoint, if at all."""
@@ -115,6 +115,11 @@ class AttemptHistory:
                 self.restored = event
             case "end":
                 self.end = event
+
+    def receive_start(self, start: Event) -> None:
+        """Takes the start record of rank 0; under torchrun it alone knows the number of restarts."""
+        self.start = start
+        self.restart = max(self.restart, natural_number(start.get("restart")) or 0)
 
     def saw(self, time: float | None) -> None:
         """Takes the time of a record."""

@@ -218,7 +218,7 @@ class RunHistory:
         self.pipelines[rank] = bounded_object(event.get("pipeline"))
         if rank == 0:
             attempt = self._attempt(number)
-            attempt.start = bounded_object(event)
+            attempt.receive_start(bounded_object(event))
             attempt.saw(unix_time(event.get("time")))
             self._saw(attempt.last_record)
 

@@ -264,7 +264,9 @@ def quiet_seconds(history: RunHistory, now: float) -> float:
     clock = time.monotonic()
     signs += [clock - advanced for advanced in history.liveness.advanced.values()]
     if history.liveness.on_this_host:
-        signs += [clock - reading.phase_entered / 1e9 for reading in history.heartbeats.values()]
+        # The monotonic clock is that of the host: a rank on another one has another clock, and no process here.
+        local = [reading for reading in history.heartbeats.values() if reading.is_alive]
+        signs += [clock - reading.phase_entered / 1e9 for reading in local]
     return max(0.0, min(signs, default=0.0))
 
 

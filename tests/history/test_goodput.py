@@ -78,6 +78,22 @@ def test_steps_that_a_later_attempt_repeats_are_lost_work_and_the_time_to_its_fi
     assert result.unique_samples == 8 * 16
 
 
+def test_the_account_of_a_run_under_torchrun_needs_no_supervisor(run):
+    run.attempt = 1
+    run.write("start", steps=10, ranks=2, restart=0, process_started=run.now - 3.0)
+    for step in range(4):
+        run.step(step)
+    run.now += 4.0
+    run.attempt = 2
+    run.write("start", steps=10, ranks=2, restart=1, process_started=run.now - 3.0)
+    for step in range(10):
+        run.step(step)
+    parts = account(run).parts
+    assert parts["start"] == pytest.approx(3.0, abs=1e-4)
+    assert parts["restart"] == pytest.approx(4.0, abs=1e-4)
+    assert parts["lost work"] == pytest.approx(1.4, abs=1e-4)  # no checkpoint, and no process
+
+
 def test_the_time_until_somebody_restarts_a_dead_job_is_idle(run):
     run.start()
     run.step(0)

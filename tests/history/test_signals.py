@@ -9,6 +9,7 @@ import pytest
 from recorded_history import RecordedRun
 
 from meshwright.history.signals import STATES, read_signals
+from meshwright.telemetry.heartbeat import AT_NOW, HEAD, NOW
 
 
 @pytest.fixture
@@ -105,6 +106,16 @@ def test_a_rank_that_entered_a_phase_just_now_is_progress(run):
     train(run, range(5))
     run.beat(0, "evaluate", 5)
     assert signals(run, after=30.0).state == "progressing"
+
+
+def test_the_clock_of_a_rank_on_another_host_is_not_progress(run, monkeypatch):
+    run.start()
+    run.hold()
+    train(run, range(5))
+    heartbeat = run.beat(0, "forward", 5)
+    HEAD.pack_into(heartbeat.memory, 0, b"MESHBEAT", 1, os.getpid(), 1)  # a process of another host
+    NOW.pack_into(heartbeat.memory, AT_NOW, 5, 1, 1 << 62, b"forward")  # whose clock is far ahead
+    assert signals(run, after=30.0).state == "stalled"
 
 
 def test_waiting_names_the_rank_that_does_not_wait(run, monkeypatch):

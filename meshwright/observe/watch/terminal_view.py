@@ -167,7 +167,7 @@ def headline(snapshot: RunSnapshot) -> dict[str, str]:
     progress, communication = snapshot.signals.progress, snapshot.signals.communication
     unit = (snapshot.history.newest_attempt.start if snapshot.history.newest_attempt else {}).get("unit")
     unit = unit if unit in ("samples", "targets") else "tokens"
-    words = [f"{progress.done:,} of {progress.steps:,} steps done"]
+    words = [f"{progress.done:,} of {progress.steps:,} steps done" if progress.steps else "no step done"]
     if progress.steps_per_second is not None:
         words.append(f"{progress.steps_per_second:.3g} steps/s")
         words.append(f"{progress.samples_per_second or 0:,.0f} samples/s")

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
+import os
+import pty
+import select
+import signal
+import sys
+import time
 
 import pytest
 from recorded_history import RecordedRun
@@ -72,6 +79,23 @@ def test_watch_prints_one_snapshot_without_a_terminal_and_json_on_request(run, c
     states = json.loads(capsys.readouterr().out)["runs"]
     assert [state["signals"]["progress"]["done"] for state in states] == [20, 20]
     assert sum(states[0]["goodput"]["parts"].values()) == pytest.approx(states[0]["goodput"]["wall_seconds"])
+
+
+def test_view_is_refreshed_on_a_terminal_and_ctrl_c_ends_it_quietly(run):
+    pid, terminal = pty.fork()
+    if pid == 0:
+        os.execv(sys.executable, [sys.executable, "-m", "meshwright", "watch", str(run.root), "--no-page"])
+    shown, deadline = b"", time.monotonic() + 60
+    while shown.count(b"steps done") < 4 and time.monotonic() < deadline:
+        if select.select([terminal], [], [], 1.0)[0]:
+            shown += os.read(terminal, 1 << 16)
+    os.kill(pid, signal.SIGINT)
+    with contextlib.suppress(OSError):  # the terminal is closed
+        while shown_after := os.read(terminal, 1 << 16):
+            shown += shown_after
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert shown.count(b"steps done") >= 4
+    assert b"Traceback" not in shown
 
 
 def test_a_folder_that_is_no_run_is_reported_in_one_line(tmp_path, capsys):
