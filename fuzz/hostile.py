@@ -107,7 +107,7 @@ def draw_verb(episode: Episode, tree: Tree, other: Path) -> list[str]:
         ["checkpoint", "verify", run],
         ["checkpoint", "digest", run],
         ["checkpoint", "diff", run, str(other)],
-        ["report", run, *rng.choice([[], ["--json"], ["--strict"]])],
+        ["report", run, *rng.choice([[], ["--json"], ["--strict"], ["--html"], ["--markdown"]])],
         ["data", "show", run, "--step", step, "--json"],
         ["data", "find", run, "--sample", step],
         ["plan", f"{run}/run.toml", "--cluster", "h100:2"],

@@ -233,7 +233,8 @@ def report(
         init: initializes a ``model`` on the meta device, as in :func:`train`.
 
     Returns:
-        Report: measured and predicted step time, memory and communication, with the errors.
+        Report: measured and predicted step time, memory and communication, with the errors. ``to_html()`` and
+        ``to_markdown()`` are the whole report; a notebook shows a summary.
 
     Raises:
         ConfigError: ``run`` is not a run folder.

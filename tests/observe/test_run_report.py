@@ -341,6 +341,9 @@ def test_custom_model_is_predicted(tmp_path):
     result = report(tmp_path / "r")
     assert "custom model" not in " ".join(result.notes)
     assert "bytes equal" in result.verdict
+    page = result.to_html()
+    assert "Layout: replicate 2." in page
+    assert "meshwright plan --model ranks the layouts of a custom model" in page
 
 
 def test_report_imports_no_torch(runs):
