@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Annotated
 
 from meshwright.cli.args import option, positional
-from meshwright.io import printable
+from meshwright.io import printable, write_output
 
 
 def metrics_serve(
@@ -31,17 +31,27 @@ def metrics_serve(
     export_run(RunFolder(run), host, port, otlp, threading.Event(), report)
 
 
-def metrics_dashboard() -> None:
+Out = Annotated[Path | None, option("FILE", "file to write (default: standard output)")]
+
+
+def metrics_dashboard(out: Out = None) -> None:
     """Metrics dashboard: print the Grafana dashboard of the metrics, as JSON to import."""
     import json
 
     from meshwright.observe.metrics.dashboard import dashboard
 
-    print(json.dumps(dashboard(), indent=1))
+    write(json.dumps(dashboard(), indent=1) + "\n", out)
 
 
-def metrics_alerts() -> None:
+def metrics_alerts(out: Out = None) -> None:
     """Metrics alerts: print the Prometheus alert rules of the metrics, as a YAML rule file."""
     from meshwright.observe.metrics.alerts import alert_rules
 
-    print(alert_rules(), end="")
+    write(alert_rules(), out)
+
+
+def write(text: str, out: Path | None) -> None:
+    if out is None:
+        print(text, end="")
+    else:
+        write_output(out, text, "--out")

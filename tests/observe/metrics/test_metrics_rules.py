@@ -90,8 +90,10 @@ def test_dashboard_panels_do_not_overlap():
         cells |= covered
 
 
-def test_verbs_print_dashboard_and_rules(capsys):
+def test_verbs_print_or_write_dashboard_and_rules(tmp_path, capsys):
     main(["metrics", "dashboard"])
     assert json.loads(capsys.readouterr().out) == dashboard()
     main(["metrics", "alerts"])
     assert capsys.readouterr().out == alert_rules()
+    main(["metrics", "alerts", "--out", str(tmp_path / "rules.yml")])
+    assert (tmp_path / "rules.yml").read_text() == alert_rules()
