@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import logging
+import os
 import socket
 import threading
+from contextlib import suppress
 from typing import Any
 
 from meshwright.errors import ConfigError
@@ -13,6 +15,9 @@ from meshwright.observe.watch.security import ALL_INTERFACES, AsgiApp, RequestGu
 
 PORTS_TRIED = 20
 """Ports from the preferred one upwards that are tried before the system chooses one."""
+
+NICENESS = 10
+"""The server yields the processors to the ranks that train on the same machine."""
 
 
 def bind(host: str, port: int | None, preferred: int) -> socket.socket:
@@ -96,6 +101,8 @@ class HttpServer:
         self._socket.close()
 
     def _serve(self) -> None:
+        with suppress(OSError):  # on Linux the priority of this thread and of those that it starts
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), NICENESS)
         try:
             self._server.run(sockets=[self._socket])
         except (Exception, SystemExit) as error:  # noqa: BLE001 - the view in the terminal goes on

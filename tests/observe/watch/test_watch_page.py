@@ -206,6 +206,10 @@ def test_log_is_escaped_bounded_and_never_read_through_a_link(tmp_path):
     os.unlink(other)
     os.mkfifo(other)
     assert client.get("/api/runs/0/log?rank=1").json()["found"] is False
+    (tmp_path / "elsewhere").mkdir()
+    (tmp_path / "elsewhere/rank-00000.log").write_text("secret")
+    (folder / "attempts/0009").symlink_to(tmp_path / "elsewhere")
+    assert client.get("/api/runs/0/log?rank=0&attempt=9").json()["found"] is False
 
 
 def test_garbage_records_and_spans_are_no_error(tmp_path):
@@ -241,6 +245,37 @@ def test_run_that_has_not_started_is_shown(tmp_path):
     for address in ("snapshot", "curves", "heatmap", "timeline", "log"):
         assert client.get(f"/api/runs/0/{address}").status_code == 200
     assert client.get("/api/runs/0/snapshot").json()["signals"]["state"] == "starting"
+
+
+def test_run_folder_that_is_gone_is_answered_with_404(tmp_path):
+    folder = write_run(tmp_path / "run", steps=3, ranks=1, failed_at=None)
+    client = page(folder)
+    folder.rename(tmp_path / "elsewhere")
+    answer = client.get("/api/runs/0/snapshot")
+    assert answer.status_code == 404
+    assert "is not a run folder" in answer.text
+
+
+@pytest.mark.parametrize("theme", [0, 1], ids=["light", "dark"])
+def test_text_has_a_contrast_of_at_least_4_5(theme):
+    colors = re.findall(r"--([a-z-]+\d?): light-dark\((#\w{6}), (#\w{6})\)", (STATIC / "meshwright.css").read_text())
+    luminance = {name: relative_luminance(pair[theme]) for name, *pair in colors}
+    surfaces = dict.fromkeys(("ink", "soft", "faint"), ("page", "card", "sunk"))
+    surfaces |= {name: ("card", f"{name}-fill") for name in ("good", "bad", "warn", "info")}
+    pairs = [(text, surface) for text, names in surfaces.items() for surface in names]
+    contrasts = {pair: contrast(luminance[pair[0]], luminance[pair[1]]) for pair in pairs}
+    assert min(contrasts.values()) >= 4.5, contrasts
+
+
+def relative_luminance(color: str) -> float:
+    """As the Web Content Accessibility Guidelines define it."""
+    channels = [int(color[place : place + 2], 16) / 255 for place in (1, 3, 5)]
+    linear = [value / 12.92 if value <= 0.04045 else ((value + 0.055) / 1.055) ** 2.4 for value in channels]
+    return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+
+def contrast(one: float, other: float) -> float:
+    return (max(one, other) + 0.05) / (min(one, other) + 0.05)
 
 
 def test_page_files_refer_to_nothing_outside(client):

@@ -17,8 +17,11 @@ MAX_LINE = 2000
 
 def describe_log(folder: RunFolder, attempt: int, rank: int, lines: int) -> dict[str, Any]:
     """The last lines of a rank's output in an attempt, without control characters; no lines if there is no log."""
+    path = folder.log(attempt, rank)
     try:
-        with open_regular_file(folder.log(attempt, rank)) as file:
+        if any(parent.is_symlink() for parent in (path.parent, path.parent.parent)):
+            raise NotADirectoryError(path.parent)
+        with open_regular_file(path) as file:
             size = os.fstat(file.fileno()).st_size
             file.seek(max(0, size - MAX_BYTES))
             text = file.read(MAX_BYTES).decode(errors="replace")

@@ -17,8 +17,10 @@ from starlette.responses import PlainTextResponse, Response, StreamingResponse
 from starlette.routing import BaseRoute, Route
 
 from meshwright.diagnose.run.diagnose import diagnose_run
+from meshwright.errors import MeshwrightError
 from meshwright.history.account import PARTS
 from meshwright.history.run_history import RunHistory
+from meshwright.io import printable
 from meshwright.observe.metrics.collector import RunsCollector
 from meshwright.observe.metrics.endpoint import metrics_route
 from meshwright.observe.watch.page.answers import encode
@@ -155,4 +157,10 @@ def json_response(content: bytes) -> Response:
 def make_page(folders: Sequence[RunFolder]) -> Starlette:
     """The application that shows runs: the page, and their metrics. Nothing is read before the first request."""
     runs = [WatchedRun(number, folder) for number, folder in enumerate(folders)]
-    return Starlette(routes=[*Page(runs).routes(), metrics_route(RunsCollector([run.updated_copy for run in runs]))])
+    metrics = metrics_route(RunsCollector([run.updated_copy for run in runs]))
+    return Starlette(routes=[*Page(runs).routes(), metrics], exception_handlers={MeshwrightError: show_error})
+
+
+def show_error(_request: Request, error: Exception) -> Response:
+    """Answers a request for a run that cannot be read, such as one whose folder was renamed."""
+    return PlainTextResponse(printable(str(error)), 404)

@@ -11,6 +11,7 @@ import time
 from collections.abc import AsyncIterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
+from meshwright.errors import MeshwrightError
 from meshwright.observe.watch.page.watched_run import WatchedRun
 
 RUNNING_SECONDS, ENDED_SECONDS = 1.0, 5.0
@@ -66,8 +67,11 @@ class Updates:
         loop = asyncio.get_running_loop()
         while self._readers:
             begin = time.perf_counter()
-            snapshot = await loop.run_in_executor(self._pool, run.snapshot)
             version, newest = self._newest.get(run.number, (0, b""))
+            try:
+                snapshot = await loop.run_in_executor(self._pool, run.snapshot)
+            except MeshwrightError:  # the folder is gone; it may come back
+                snapshot = newest
             if snapshot != newest:
                 self._newest[run.number] = (version + 1, snapshot)
                 for reader in self._readers:
