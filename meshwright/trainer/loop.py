@@ -63,10 +63,10 @@ def train_rank(job: Job, world: World) -> RunSummary:
     except StoppedBySignal:
         training.parallel_model.reshard()
         training.recorder.flush()  # the last complete step is on record
+        training.profiler.close()
         training.save_now()
         raise
     finally:
-        training.profiler.close()
         training.signals.close()
     return training.finish()
 
@@ -355,6 +355,7 @@ class Training:
         """Saves the last checkpoint and records the end of the run."""
         faults.fail_point("end", self.done)
         self.recorder.flush()
+        self.profiler.close()
         self.save_now()
         self.world.heartbeat.enter("end")
         self.saver.close()

@@ -101,10 +101,10 @@ class StepProfiler:
         if ended is None:
             return
         with self._spans.span("profile", self._steps.stop):
-            ended.add_metadata_json("meshwright", json.dumps(self._described()))
-            ended.stop()
             result: Event
             try:
+                ended.add_metadata_json("meshwright", json.dumps(self._described()))
+                ended.stop()
                 result = self._write(ended)
             except (OSError, RuntimeError) as error:
                 result = {"message": f"the profile cannot be written: {error}"}
