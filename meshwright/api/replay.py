@@ -5,6 +5,7 @@ The run folders are only read, so that a run can be replayed while it trains.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,7 @@ def replay(
     step: int,
     *,
     ranks: int | str | None = None,
+    overrides: Sequence[str] = (),
     user: UserCode | None = None,
     tokenizer: str = "",
 ) -> StepReplay:
@@ -31,6 +33,7 @@ def replay(
         run: run folder.
         step: the step; the first one is 0.
         ranks: number of ranks. Default: the layout of the run, on which the numbers are bitwise those of the record.
+        overrides: settings of another placement, such as ``"layout.tensor=1"`` or ``"launch.device=cpu"``.
         user: the user's model, loss and data.
         tokenizer: tokenizer.json of token files, to show the samples as text.
 
@@ -45,7 +48,8 @@ def replay(
     from meshwright.replay.replay import replay_step
 
     with errors_for_python():
-        return replay_step(RunFolder(given_path(run, "run")), step, ranks, user or UserCode(), tokenizer)
+        folder = RunFolder(given_path(run, "run"))
+        return replay_step(folder, step, ranks, overrides, user or UserCode(), tokenizer)
 
 
 def bisect(run: str | Path, other: str | Path, *, user: UserCode | None = None) -> RunDifference:

@@ -139,6 +139,7 @@ def is_reproduced(run: ReplaySource, digests: RunDigests, entry: CheckpointEntry
     return entry is None or all(
         xxhash.xxh3_128_hexdigest(np.ascontiguousarray(read_full_tensor(entry, f"model/{name}")).tobytes()) == digest
         for name, digest in parameters.items()
+        if entry.manifest is not None and f"model/{name}" in entry.manifest.tensors  # frozen ones are not in it
     )
 
 

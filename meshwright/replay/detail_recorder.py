@@ -79,7 +79,7 @@ class DetailRecorder(TrainingObserver):
             shard = local_shard(parameter)
             layer = self.short_name(layer_of(name, self.patterns))
             figures = ShardFigures(shard.offset, tuple(shard.local.shape), shard.shape, layer)
-            self.before[name] = shard.local.clone()
+            self.before[name] = shard.local.to("cpu", copy=True)  # the device may have no room for a second copy
             figures.weight_square = square(shard.local)
             if parameter.grad is not None:
                 gradient = local_tensor(parameter.grad)
@@ -126,7 +126,7 @@ class DetailRecorder(TrainingObserver):
     def finish(self) -> RankDetail:
         """Measures the update, and returns everything with the user's names."""
         for name, before in self.before.items():
-            after = local_shard(self.training.parameters[name]).local
+            after = local_shard(self.training.parameters[name]).local.cpu()
             self.detail.parameters[name].update_square = square(after.double() - before.double())
         self.detail.parameters = {self.short_name(n): figures for n, figures in self.detail.parameters.items()}
         self.detail.modules = {

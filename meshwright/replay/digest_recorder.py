@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
+import torch
 import xxhash
 from torch import Tensor
 
@@ -81,10 +82,10 @@ class DigestRecorder(TrainingObserver):
             values = full_tensor(tensor)
             if not self.of_first_replica:
                 continue
-            array = values.cpu().contiguous().numpy()
-            found[name] = xxhash.xxh3_128_hexdigest(array.tobytes())
+            flat = values.cpu().contiguous().reshape(-1)
+            found[name] = xxhash.xxh3_128_hexdigest(flat.view(torch.uint8).numpy().tobytes())
             if self.saved is not None and (name, gradient, number) == self.saved.key:
-                np.save(self.saved.path, array)
+                np.save(self.saved.path, flat.double().numpy())
         return found
 
 

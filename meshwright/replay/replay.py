@@ -38,12 +38,17 @@ class RankReplay:
 
 
 def replay_step(
-    folder: RunFolder, step: int, ranks: int | str | None = None, user: UserCode = NO_USER_CODE, tokenizer: str = ""
+    folder: RunFolder,
+    step: int,
+    ranks: int | str | None = None,
+    overrides: Sequence[str] = (),
+    user: UserCode = NO_USER_CODE,
+    tokenizer: str = "",
 ) -> StepReplay:
     """Restores the newest checkpoint at or before the step into a temporary folder, trains up to the step, and returns
     the step in detail. The run folder is only read.
     """
-    run = ReplaySource.open(folder, ranks)
+    run = ReplaySource.open(folder, ranks, overrides)
     entry = run.checkpoint_before(step)
     with scratch_job(run.config_at(step), folder, entry, user) as job:
         launch = job.config.launch

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwright.checkpoint.listing import CheckpointEntry, RunLineage, list_published, open_run_store
 from meshwright.checkpoint.verify import find_damage
-from meshwright.config import RunConfig, load_config
+from meshwright.config import RunConfig, identity, load_config
 from meshwright.errors import CheckpointError, ConfigError
 from meshwright.history.run_history import RunHistory
 from meshwright.replay.records import RunRecords
 from meshwright.telemetry.run_folder import RunFolder
 from meshwright.topology.layout import Layout
-from meshwright.trainer.identity import read_identity
+from meshwright.trainer.identity import describe_differences, read_identity
 
 
 @dataclass(frozen=True)
@@ -26,11 +27,16 @@ class ReplaySource:
     records: RunRecords
 
     @classmethod
-    def open(cls, folder: RunFolder, ranks: int | str | None = None) -> ReplaySource:
+    def open(cls, folder: RunFolder, ranks: int | str | None = None, overrides: Sequence[str] = ()) -> ReplaySource:
         folder.require_own_folders()
         if not folder.has_run:
             raise ConfigError(f"{folder.root} has no run", "expected the folder of a run")
-        config = load_config(folder.root, ranks=ranks)
+        config = load_config(folder.root, overrides, ranks)
+        if differences := describe_differences(identity(load_config(folder.root)), identity(config)):
+            raise ConfigError(
+                f"a replay has the settings of its run: {differences}",
+                "expected settings of the placement, such as --layout.tensor=1 or --launch.device=cpu",
+            )
         return cls(folder, config, read_identity(folder), RunRecords(RunHistory(folder)))
 
     @property

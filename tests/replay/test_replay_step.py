@@ -77,6 +77,9 @@ def test_replay_of_a_step_without_the_poisoned_sample_blames_no_sample(poisoned_
     assert replay.checkpoint.startswith("step-00000008")
     assert replay.equals_record
     assert replay.culprit is None
+    on_one_rank = replay_step(RunFolder(poisoned_run), step, ranks=1)
+    assert on_one_rank.loss == pytest.approx(replay.loss)
+    assert "recorded on the layout replicate 2" in on_one_rank.notes[0]
     text = describe_replay(replay, "RUN")
     assert "bitwise equal to the record" in text
     assert "no sample stands out" in text
@@ -85,6 +88,8 @@ def test_replay_of_a_step_without_the_poisoned_sample_blames_no_sample(poisoned_
 def test_replay_rejects_a_step_that_the_run_does_not_have(poisoned_run):
     with pytest.raises(ConfigError, match="the run has steps 0 to 9"):
         replay_step(RunFolder(poisoned_run), 10)
+    with pytest.raises(ConfigError, match="a replay has the settings of its run: optimizer.lr was 0.003 and is 1.0"):
+        replay_step(RunFolder(poisoned_run), 9, overrides=["optimizer.lr=1"])
 
 
 def test_replay_leaves_nothing_behind_after_ctrl_c(poisoned_run, tmp_path):

@@ -16,7 +16,7 @@ def replay(
     ranks: Ranks = None,
     tokenizer: Annotated[str, option("FILE", "tokenizer.json of token files, to show samples as text")] = "",
     json: Json = False,
-    *,
+    overrides: tuple[str, ...] = (),
     entry_points: Mapping[str, str] = NO_ENTRY_POINTS,
 ) -> None:
     """Replay: run one step again from the nearest checkpoint, with norms by layer, and loss and text by sample."""
@@ -25,5 +25,5 @@ def replay(
     from meshwright.replay.replay import replay_step
     from meshwright.telemetry.run_folder import RunFolder
 
-    result = replay_step(RunFolder(run), step, ranks, load_user_code(entry_points), tokenizer)
+    result = replay_step(RunFolder(run), step, ranks, overrides, load_user_code(entry_points), tokenizer)
     emit(json, result.to_json(), describe_replay(result, str(run)))
