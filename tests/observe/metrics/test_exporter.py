@@ -18,7 +18,9 @@ from prometheus_client import parser
 from small_run import small_config
 
 from meshwright import Callback, train
+from meshwright.cli import main
 from meshwright.config import MetricsConfig
+from meshwright.observe.metrics import exporter_process
 from meshwright.observe.metrics.exporter import REPORTED, RunExporter
 
 TIMEOUT = 60.0
@@ -148,3 +150,34 @@ def test_nothing_is_started_by_default(folder):
     exporter.start()
     assert exporter._process is None
     exporter.close()
+
+
+def test_serve_reports_a_mistake_in_one_line(folder, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(exporter_process, "BIND_SECONDS", 0.0)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        mistakes = {
+            "is not a run folder": [str(tmp_path / "absent")],
+            f"port {port} cannot be used": [str(folder.root), f"--port={port}"],
+            "port 99999 cannot be used": [str(folder.root), "--port=99999"],
+            "metrics.otlp = 127.0.0.1:1; expected an address": [str(folder.root), "--otlp=127.0.0.1:1"],
+        }
+        for message, arguments in mistakes.items():
+            with pytest.raises(SystemExit) as stop:
+                main(["metrics", "serve", *arguments])
+            error = capsys.readouterr().err
+            assert stop.value.code == 2
+            assert error.count("\n") == 1
+            assert message in error
+
+
+def test_serve_serves_a_run_until_it_is_interrupted(folder):
+    port = free_port()
+    command = [sys.executable, "-m", "meshwright", "metrics", "serve", str(folder.root), f"--port={port}"]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout.readline().strip().endswith(f"http://127.0.0.1:{port}/metrics")
+        assert scrape(port)["meshwright_completed_steps", ""] == 12
+    finally:
+        process.send_signal(signal.SIGINT)
+        assert process.wait(TIMEOUT) == 130

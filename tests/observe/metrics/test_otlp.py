@@ -9,6 +9,7 @@ from itertools import pairwise
 
 import pytest
 from exported_run import PHASES, STEP_SECONDS, record_run
+from test_exporter import free_port, scrape, wait_for
 
 from meshwright.config import MetricsConfig
 from meshwright.errors import ConfigError
@@ -138,3 +139,21 @@ def test_missing_package_is_a_config_error_before_ranks_start(tmp_path, monkeypa
 def test_address_of_the_collector_is_validated():
     with pytest.raises(ConfigError, match=r"metrics.otlp = 127.0.0.1:4318; expected an address such as http://"):
         MetricsConfig(otlp="127.0.0.1:4318")
+
+
+def test_exporter_pushes_a_last_time_when_the_run_ends(receiver, tmp_path):
+    port = free_port()
+    settings = MetricsConfig(port=port, otlp=f"http://127.0.0.1:{receiver.server_port}")
+    running = exporter.RunExporter(settings, record_run(tmp_path / "last"))
+    running.start()
+    try:
+        assert wait_for(lambda: scrape(port))
+    finally:
+        running.close()
+    runs = [
+        attributes(resource.resource.attributes)["meshwright.run"]
+        for request in receiver.received
+        if isinstance(request, ExportMetricsServiceRequest)
+        for resource in request.resource_metrics
+    ]
+    assert "last" in runs
