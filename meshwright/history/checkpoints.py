@@ -53,6 +53,8 @@ class CheckpointRecords:
         found = CheckpointHistory(event["step"], event["attempt"], event["time"])
         found.bytes, found.stall_seconds, found.seconds = event["bytes"], event["stall_seconds"], event["seconds"]
         self.by_name[found.name] = found
+        if len(self.by_name) > 2 * MAX_FOLDERS:
+            self.by_name = dict(list(self.by_name.items())[-MAX_FOLDERS:])
 
     def update(self, folder: RunFolder) -> list[CheckpointHistory]:
         """Looks at the folders that exist, and returns all checkpoints in the order of their steps."""

@@ -26,4 +26,5 @@ def goodput(history: RunHistory, now: float) -> GoodputAccount:
         line.add_attempt(attempt, table.select(rows), weights[rows], kept[rows])
     if history.is_restarting(now):
         line.fill("restart", now)
-    return GoodputAccount(line.accounts, float(np.nansum(table.samples[kept])), line.notes)
+    samples = table.samples * table.multiplicity
+    return GoodputAccount(line.accounts, float(np.nansum(samples[kept])), line.notes)

@@ -75,7 +75,9 @@ def heartbeat_ranks(folder: RunFolder, attempt: int) -> list[int]:
 
 def event_ranks(folder: RunFolder) -> list[int]:
     """The ranks that have an event file: the first MAX_RANKS."""
-    return ranks_of_files((folder.root / "events").as_posix(), r"rank-([0-9]{5,7})\.jsonl")
+    found = ranks_of_files((folder.root / "events").as_posix(), r"rank-([0-9]{5,7})\.jsonl")
+    # Of very many files, a part is listed: rank 0 is read in any case.
+    return found if found[:1] == [0] or not folder.events(0).exists() else [0, *found]
 
 
 def ranks_of_files(folder: str, pattern: str) -> list[int]:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from meshwright.history.event_tail import EventTail
-from meshwright.history.step_table import StepRows, StepTable
+from meshwright.history.step_table import MAX_ROWS, StepRows, StepTable
 from meshwright.telemetry.events import Event
 from meshwright.telemetry.untrusted_records import parse_event
 
@@ -31,7 +31,7 @@ class RankSteps:
     def __init__(self, path: Path, rank: int, ranks: int = 1) -> None:
         self.rank = rank
         self._tail = EventTail(path)
-        self._rows = StepRows(max_rows=2 * NEWEST_STEPS if rank else None)
+        self._rows = StepRows(2 * NEWEST_STEPS if rank else MAX_ROWS)
         self._started = False
         self._bytes = max(NEWEST_BYTES, OTHER_RANKS_BYTES // max(1, ranks)) if rank else 0
         try:
@@ -43,14 +43,15 @@ class RankSteps:
     def table(self) -> StepTable:
         return self._rows.table()
 
-    def update(self, receive: Callable[[Event], None]) -> None:
-        """Reads what was appended since the last call."""
+    def update(self, receive: Callable[[Event], None]) -> StepTable:
+        """Reads what was appended since the last call, and returns the steps in it."""
         lines = self._tail.new_lines()
         if not self._started:
             lines = self._first_lines()
         for line in lines:
             self._add(line, receive)
         self._started = True
+        return self._rows.take_new()
 
     def _first_lines(self) -> Iterator[bytes]:
         """Yields the lines that are read of the file as it is found."""

@@ -169,16 +169,13 @@ class RunHistory:
             attempt.read_incident(self.folder)
 
     def _read_rank(self, records: RankSteps) -> None:
-        before = len(records.table)
-        records.update(lambda event: self._receive(event, records.rank))
-        table = records.table
-        if len(table):
-            self._rank_attempts[records.rank] = int(table.column("attempt")[-1])
-        if records.rank == 0 and len(table) > before:
-            table = table.select(slice(before, None))
-            numbers = table.attempt
+        new = records.update(lambda event: self._receive(event, records.rank))
+        if len(new):
+            self._rank_attempts[records.rank] = int(new.attempt[-1])
+        if records.rank == 0:
+            numbers = new.attempt
             for number in sorted(set(numbers.tolist())):
-                rows = table.select(numbers == number)
+                rows = new.select(numbers == number)
                 attempt = self._attempt(number)
                 first = attempt.steps_recorded[0] if attempt.steps_recorded else int(rows.step[0])
                 attempt.steps_recorded = (first, int(rows.step[-1]))

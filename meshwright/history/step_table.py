@@ -175,6 +175,13 @@ class StepTable:
         """The rows of a slice, mask or list of indices."""
         return StepTable(self.rows[rows])
 
+    @property
+    def multiplicity(self) -> NDArray[np.int64]:
+        """How many steps each row stands for: itself, and those before it whose records are missing or not kept."""
+        same_attempt = np.diff(self.attempt) == 0
+        missing = np.where(same_attempt, np.maximum(0, np.diff(self.step) - 1), 0)
+        return 1 + np.concatenate([np.zeros(min(1, len(self)), np.int64), missing])
+
     def of_attempt(self, attempt: int) -> StepTable:
         return self.select(self.attempt == attempt)
 
@@ -222,16 +229,21 @@ class DecimatedSteps:
         return len(self.low)
 
 
+MAX_ROWS = 1 << 18
+"""Steps of one rank that are kept at most."""
+
+
 class StepRows:
     """Rows that are appended as step records. Beyond `max_rows`, the newer half remains, and one in two of the others:
     what a run that goes on for ever keeps in memory is bounded.
     """
 
-    def __init__(self, max_rows: int | None = None) -> None:
+    def __init__(self, max_rows: int = MAX_ROWS) -> None:
         self._max_rows = max_rows
         self._rows: NDArray[np.float64] = np.empty((256, len(COLUMNS)))
         self._count = 0
         self._pending: list[list[Any]] = []
+        self._new: list[NDArray[np.float64]] = []
 
     def append(self, event: Event) -> None:
         """Appends a step record; one without the number, attempt or duration of a step is left out."""
@@ -244,15 +256,22 @@ class StepRows:
         self._convert()
         return StepTable(self._rows[: self._count])
 
+    def take_new(self) -> StepTable:
+        """The rows that were appended since the last call."""
+        self._convert()
+        new, self._new = self._new, []
+        return StepTable(np.concatenate([np.empty((0, len(COLUMNS))), *new]))
+
     def _convert(self) -> None:
         if not self._pending:
             return
         rows, self._pending = clean_rows(self._pending), []
+        self._new.append(rows)
         while self._count + len(rows) > len(self._rows):
             self._rows = np.concatenate([self._rows, np.empty_like(self._rows)])
         self._rows[self._count : self._count + len(rows)] = rows
         self._count += len(rows)
-        while self._max_rows is not None and self._count > self._max_rows:
+        while self._count > self._max_rows:
             newer = self._count - self._max_rows // 2
             kept = np.concatenate([self._rows[:newer:2], self._rows[newer : self._count]])
             self._rows, self._count = kept, len(kept)

@@ -106,7 +106,7 @@ class TimeLine:
         self.add(start_part, before_first - compiling)
         nanoseconds = self.accounts[-1].nanoseconds
         gaps = np.concatenate([[0], begin[1:] - end[:-1]])
-        unrecorded = np.concatenate([[False], np.diff(rows.step) > 1])
+        unrecorded = rows.multiplicity > 1
         durations = end - begin + np.where(unrecorded, gaps, 0)
         gaps = np.where(unrecorded, 0, gaps)
         for part, amount in self.divide_gaps(rows, gaps).items():

@@ -194,6 +194,7 @@ def test_steps_whose_records_are_lost_have_the_parts_of_the_next_one(run):
     parts = account(run).parts
     assert parts["productive"] == pytest.approx(0.75, abs=1e-5)
     assert parts["bookkeeping"] == pytest.approx(0.0, abs=1e-5)
+    assert account(run).unique_samples == 10 * 16
 
 
 @pytest.mark.parametrize("jump", [-3600.0, 3600.0])

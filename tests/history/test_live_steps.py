@@ -1,4 +1,4 @@
-"""A history that follows a run for a long time keeps a bounded number of steps of every rank but rank 0."""
+"""A history that follows a run for a long time keeps a bounded number of steps of every rank."""
 
 from __future__ import annotations
 
