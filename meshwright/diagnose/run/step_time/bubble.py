@@ -12,7 +12,8 @@ from meshwright.diagnose.run.timed_steps import LIMITING_SHARE, TimedSteps, time
 from meshwright.errors import ConfigError
 from meshwright.history.run_history import RunHistory
 from meshwright.topology.layout import stages_per_rank
-from meshwright.topology.schedule_timeline import build_timeline
+from meshwright.topology.schedule_timeline import bubble_formula, build_timeline
+from meshwright.topology.schedules import find_schedule, validate_schedule
 
 FULL_PIPELINE = 4
 """Micro-batches per stage with which a pipeline is full enough."""
@@ -29,8 +30,11 @@ def find(history: RunHistory) -> Iterator[Finding]:
 
 def schedule_bubble(steps: TimedSteps, schedule: str, micro_batches: int, per_rank: int | None) -> float | None:
     """The idle share of a schedule with equal stages; None if it does not exist."""
+    ranks, per_rank = steps.layout.pipeline, per_rank or find_schedule(schedule).default_stages
     try:
-        return float(build_timeline(schedule, steps.layout.pipeline, micro_batches, per_rank).bubble)
+        validate_schedule(schedule, ranks, micro_batches, per_rank)
+        closed = bubble_formula(schedule, ranks, micro_batches, per_rank)
+        return float(closed[1] if closed else build_timeline(schedule, ranks, micro_batches, per_rank).bubble)
     except ConfigError:
         return None
 
