@@ -111,6 +111,18 @@ def test_a_kernel_has_the_kind_and_size_of_the_annotation_that_launched_it(tmp_p
     assert calls.message_bytes.tolist() == [512, 0]
 
 
+def test_a_kernel_has_the_metadata_of_the_operator_that_launched_it(tmp_path: Path) -> None:
+    """As torch 2.11 records it: the annotation within the operator has no metadata."""
+    trace = TraceBuilder(meshwright={"axes": {"3": "replicate"}})
+    metadata = {"Collective name": "allreduce", "In msg nelems": 10, "dtype": "Float", "Process Group Name": "3"}
+    trace.add("cpu_op", "record_param_comms", 0, 30, **metadata, **{"In split size": "[]"})
+    trace.add("user_annotation", "nccl:all_reduce", 5, 20)
+    trace.collective("AllReduce_Sum_f32", 50, 10, launch=10)
+    calls = collective_calls(timeline_of(trace, tmp_path))
+    assert (calls.kind, calls.group, calls.axis) == (["all-reduce"], ["3"], ["replicate"])
+    assert calls.message_bytes.tolist() == [40]
+
+
 def test_the_axis_of_a_run_of_meshwright(tmp_path: Path) -> None:
     """Annotations of Gloo name no process group; the metadata of the run lists its collectives in order."""
     rows = [[0, "5", 7, "all_reduce", 0, 100], [0, "6", 1, "all_reduce", 10, 50]]

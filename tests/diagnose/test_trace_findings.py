@@ -95,6 +95,7 @@ COMMUNICATION = {
     "one bucket": gradients(1, 4000, 0, 6000, 6000, **LARGE),
     "late start": gradients(8, 500, 0, 6000, 6000, **LARGE),
     "partial overlap": gradients(8, 900, 0, 6000, 2500, **LARGE),
+    "slow link": gradients(6, 1500, 0, 1000, 1000, **LARGE),
 }
 
 

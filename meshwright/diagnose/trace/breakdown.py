@@ -16,6 +16,8 @@ ALLOCATION = (
     r"^(?:cuda|hip)(?:Malloc|Free|HostAlloc|HostFree|Host(?:Malloc|Register))|^cuMem(?:Create|Map|Unmap|Alloc|Free)"
 )
 SYNCHRONIZATION = r"^(?:cuda|cu|hip)(?:Stream|Device|Event|Ctx)Synchronize|^aten::(?:item|_local_scalar_dense)"
+ALLOCATION_SHARE = 0.25
+"""Share of an idle interval in allocations above which they are its cause."""
 MAX_BURST_GAP = 2000.0
 """Microseconds between two collectives that may belong to one burst."""
 
@@ -130,8 +132,9 @@ def idle_by_cause(
     causes: dict[str, Intervals] = {}
     causes["loader"] = remaining & trace.host(LOADER)
     remaining = remaining - causes["loader"]
-    causes["allocation"] = remaining & trace.host(ALLOCATION)
-    remaining = remaining - causes["allocation"]
+    # The host allocates for several kernels in a row and is late with all of them.
+    allocated = remaining.overlap_with(trace.host(ALLOCATION)) > ALLOCATION_SHARE * (remaining.end - remaining.start)
+    causes["allocation"], remaining = remaining.select(allocated), remaining.select(~allocated)
     causes["collective issue"] = remaining & collective_bursts(communication, compute)
     remaining = remaining - causes["collective issue"]
     if not activities.on_device:

@@ -66,12 +66,11 @@ def collective_calls(timeline: RankTimeline) -> CollectiveCalls:
     events, activities = timeline.trace.events, timeline.activities
     chosen = activities.is_communication
     rows, start, end = activities.rows[chosen], activities.start[chosen], activities.end[chosen]
-    annotation = launching_annotations(events, activities.launch[chosen]) if activities.on_device else rows
+    launch = activities.launch[chosen]
+    annotation = launched_in(events, launch, r"^(?:nccl|rccl|mscclpp):") if activities.on_device else rows
+    operator = launched_in(events, launch, r"^record_param_comms") if activities.on_device else rows
     kinds = [collective_kind(name) for name in events.names]
-    args = [
-        merge(events.collectives.get(int(row)), events.collectives.get(int(by)))
-        for row, by in zip(rows, annotation, strict=True)
-    ]
+    args = [known_args(events, *sources) for sources in zip(rows, operator, annotation, strict=True)]
     kind = [
         collective_kind(known.collective) if known.collective
         else kinds[events.name[by]] if by >= 0 and kinds[events.name[by]] != UNKNOWN
@@ -98,11 +97,9 @@ def collective_calls(timeline: RankTimeline) -> CollectiveCalls:
     )
 
 
-def launching_annotations(events: EventTable, launch: Floats) -> np.ndarray[Any, np.dtype[np.int64]]:
-    """The row of the annotation or operator of a collective during which each kernel was launched, or -1."""
-    rows = np.flatnonzero(
-        events.named(r"^(?:nccl|rccl|mscclpp):|^record_param_comms") & (events.kind >= Kind.ANNOTATION)
-    )
+def launched_in(events: EventTable, launch: Floats, pattern: str) -> np.ndarray[Any, np.dtype[np.int64]]:
+    """The row of the operator or annotation, of those that match, in which each kernel was launched, or -1."""
+    rows = np.flatnonzero(events.named(pattern) & (events.kind >= Kind.ANNOTATION))
     if not len(rows):
         return np.full(len(launch), -1)
     rows = rows[np.argsort(events.start[rows], kind="stable")]
@@ -111,8 +108,12 @@ def launching_annotations(events: EventTable, launch: Floats) -> np.ndarray[Any,
     return np.where((position >= 0) & (launch < events.end[found]), found, -1)
 
 
-def merge(own: CollectiveArgs | None, other: CollectiveArgs | None) -> CollectiveArgs:
-    return own if own is not None and (own.message_bytes or own.collective) else other or NO_ARGS
+def known_args(events: EventTable, *rows: int) -> CollectiveArgs:
+    """The arguments of the first row that names its collective, else of the first that has a message size."""
+    found = [args for row in rows if (args := events.collectives.get(int(row))) is not None]
+    return next(
+        (args for args in found if args.collective), next((args for args in found if args.message_bytes), NO_ARGS)
+    )
 
 
 def collective_kind(name: str) -> str:

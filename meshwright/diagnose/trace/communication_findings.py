@@ -7,16 +7,22 @@ from collections.abc import Iterator
 import numpy as np
 
 from meshwright.diagnose.finding import Change, Finding, MeasuredFigure
-from meshwright.diagnose.trace.breakdown import Breakdown, RankTimeline
+from meshwright.diagnose.trace.breakdown import Breakdown
 from meshwright.diagnose.trace.collective_calls import CollectiveCalls
 from meshwright.diagnose.trace.kineto.event_table import Mask
 from meshwright.diagnose.trace.rank_findings import CHECK, MIN_SHARE, confidence, settings_for
+from meshwright.diagnose.trace.rank_summary import RankSummary
 from meshwright.io import format_bytes, format_seconds
 
 MANY = 32
 """Collectives of one kind per step above which small ones are worth joining."""
 SMALL_BYTES, SMALL_MICROSECONDS = 1 << 20, 200.0
 """A collective below these sizes is bound by latency; the duration counts if the size is not recorded."""
+SMALL_QUANTILE = 0.3
+"""Where parameters are reduced one by one, weights are large and biases are small."""
+LATENCY_BOUND = ("not bucketed", "small buckets")
+SLOW_LINK = 1.5
+"""Communication to compute above which no overlap could hide most of it."""
 LITTLE_OVERLAP = 0.1
 LATE_START = 0.9
 """Share of a step's compute before the first collective above which it starts late."""
@@ -31,40 +37,49 @@ CHANGES = {
     "and prefetch parameters (set_modules_to_backward_prefetch)",
     "no overlap": "start collectives earlier and wait for them later (async_op=True, prefetching of FSDP2), "
     "on a stream of their own",
-    "partial overlap": "a faster link, fewer bytes (bfloat16 gradients, fewer FSDP all-gathers), or more compute per "
-    "collective (larger micro-batches, gradient accumulation with no_sync)",
+    "partial overlap": "more compute beside each collective (larger micro-batches, deeper prefetching), or fewer bytes "
+    "(bfloat16 gradients, fewer FSDP all-gathers)",
+    "slow link": "fewer bytes (bfloat16 gradients, gradient accumulation with no_sync), a faster link, or a layout "
+    "that keeps this traffic within a host",
 }
 """Variant -> what to change in any trainer."""
 SETTINGS = {
-    "not bucketed": "ddp.bucket_cap_mb = 25",
-    "small buckets": "ddp.bucket_cap_mb = 25",
-    "one bucket": "ddp.bucket_cap_mb = 25",
-    "late start": "fsdp.prefetch = 2",
-    "no overlap": "fsdp.prefetch = 2",
-    "partial overlap": "micro_batches = 2",
+    "not bucketed": ("ddp.bucket_cap_mb = 25",),
+    "small buckets": ("ddp.bucket_cap_mb = 25",),
+    "one bucket": ("ddp.bucket_cap_mb = 25",),
+    "late start": ("fsdp.prefetch = 2",),
+    "no overlap": ("fsdp.prefetch = 2",),
+    "partial overlap": ("fsdp.prefetch = 2",),
 }
 
 
-def find_communication(timeline: RankTimeline, breakdown: Breakdown, calls: CollectiveCalls) -> Iterator[Finding]:
-    """Names the collective with the most exposed time, apart from send and receive, which belong to pipelines."""
+def find_communication(summary: RankSummary, waited: float) -> Iterator[Finding]:
+    """Names the collective with the most exposed time, apart from send and receive, which belong to pipelines.
+
+    Args:
+        summary: the rank.
+        waited: seconds in which it waits for ranks that arrive later; that is no fault of its communication.
+    """
+    breakdown, calls, steps = summary.breakdown, summary.calls, summary.step_count
     issue = breakdown.idle_causes.get("collective issue", 0.0)
     point_to_point = float(calls.exposed[calls.of_kind("send/recv")].sum()) / 1e6
-    share = breakdown.share(max(0.0, breakdown.exposed - point_to_point) + issue)
+    exposed = max(0.0, breakdown.exposed - point_to_point - waited)
     kinds = [kind for kind in dict.fromkeys(calls.kind) if kind != "send/recv"]
-    if share < MIN_SHARE or not kinds:
+    if not kinds:
         return
     kind = max(kinds, key=lambda kind: calls.exposed[calls.of_kind(kind)].sum())
     chosen = calls.of_kind(kind)
-    steps = max(1, len(timeline.steps))
-    exposed, step_time = breakdown.exposed / steps, breakdown.seconds / steps
-    variant = explain(timeline, calls, kind, int(chosen.sum()) / steps)
+    variant = explain(summary, kind, waited)
+    share = breakdown.share(avoidable(breakdown, variant, exposed) + issue)
+    if share < MIN_SHARE:
+        return
     axis = next((axis for axis, is_chosen in zip(calls.axis, chosen, strict=True) if is_chosen and axis), "")
     evidence = [
         MeasuredFigure(f"{kind} calls per step", float(chosen.sum()) / steps, "count"),
         MeasuredFigure(f"median {kind}", float(np.median(calls.duration[chosen])) / 1e6, "s"),
-        MeasuredFigure("exposed communication per step", exposed, "s", step_time, "step time"),
+        MeasuredFigure("exposed communication per step", exposed / steps, "s", breakdown.seconds / steps, "step time"),
         MeasuredFigure("overlapped by compute", breakdown.overlap, "share"),
-    ]  # fmt: skip
+    ]
     sizes = calls.message_bytes[chosen & (calls.message_bytes > 0)]
     if len(sizes):
         evidence.insert(1, MeasuredFigure(f"median message of {kind}", float(np.median(sizes)), "B"))
@@ -73,37 +88,56 @@ def find_communication(timeline: RankTimeline, breakdown: Breakdown, calls: Coll
         evidence.append(MeasuredFigure(f"message bytes per second of {kind}", float(rate), "B/s"))
     if issue:
         evidence.append(MeasuredFigure("idle between successive collectives, per step", issue / steps, "s"))
+    if waited:
+        evidence.append(MeasuredFigure("waiting for ranks that arrive later, per step", waited / steps, "s"))
     yield Finding(
         "communication",
         variant,
-        sentence(describe(kind, calls, chosen, steps, axis), variant, share, breakdown.overlap),
+        sentence(
+            describe(kind, calls, chosen, steps, axis), variant, breakdown.share(exposed + issue), breakdown.overlap
+        ),
         share,
-        confidence(share),
+        "medium" if variant == "slow link" else confidence(share),
+        rank=summary.rank,
         axis=axis,
         phase="backward" if kind in ("all-reduce", "reduce-scatter") else "",
         evidence=tuple(evidence),
-        change=Change(settings_for(timeline.trace.header, SETTINGS[variant]), CHANGES[variant]),
+        change=Change(settings_for(summary.header, *SETTINGS.get(variant, ())), CHANGES[variant]),
         check=CHECK,
     )
 
 
-def explain(timeline: RankTimeline, calls: CollectiveCalls, kind: str, per_step: float) -> str:
+def avoidable(breakdown: Breakdown, variant: str, exposed: float) -> float:
+    """Seconds of exposed communication that the change can win back.
+
+    Overlap hides communication behind the compute that is not used for that yet; a link of twice the rate saves half.
+    """
+    if variant in LATENCY_BOUND:
+        return exposed
+    return exposed / 2 if variant == "slow link" else min(exposed, breakdown.compute - breakdown.overlapped)
+
+
+def explain(summary: RankSummary, kind: str, waited: float) -> str:
     """Tells why the collectives of a kind are exposed."""
+    calls, breakdown = summary.calls, summary.breakdown
     chosen = calls.of_kind(kind)
+    per_step = float(chosen.sum()) / summary.step_count
     sizes = calls.message_bytes[chosen & (calls.message_bytes > 0)]
     typical, small = (sizes, SMALL_BYTES) if len(sizes) else (calls.duration[chosen], SMALL_MICROSECONDS)
-    is_small = np.median(typical) < small
+    is_small = np.quantile(typical, SMALL_QUANTILE) < small
     duration, exposed = calls.duration[chosen].sum(), calls.exposed[chosen].sum()
     overlap = 1 - exposed / duration if duration else 0.0
     if per_step >= MANY and is_small:
         return "not bucketed" if overlap < LITTLE_OVERLAP else "small buckets"
+    if breakdown.communication - waited > SLOW_LINK * breakdown.compute:
+        return "slow link"
     if overlap >= LITTLE_OVERLAP:
         return "partial overlap"
-    if kind == "all-reduce" and per_step <= 2 and not is_small:
+    if kind == "all-reduce" and per_step < 1.5 and not is_small:
         return "one bucket"
     before = [
-        timeline.compute.clip(low, float(starts.min())).total / max(timeline.compute.clip(low, high).total, 1e-9)
-        for low, high in timeline.steps.values()
+        summary.compute.clip(low, float(starts.min())).total / max(summary.compute.clip(low, high).total, 1e-9)
+        for low, high in summary.windows.values()
         if len(starts := calls.start[chosen & (calls.start >= low) & (calls.start < high)])
     ]
     return "late start" if before and np.median(before) > LATE_START else "no overlap"
@@ -126,6 +160,7 @@ def sentence(subject: str, variant: str, share: float, overlap: float) -> str:
         "one bucket": "reduce all gradients in one bucket, which can start only when backward ends",
         "late start": "start when nearly all compute of the step is done",
         "no overlap": "run while nothing is computed",
+        "slow link": "take so long that compute could not hide them",
         "partial overlap": f"take longer than the compute beside them: {overlap:.0%} of communication is overlapped",
     }[variant]
     return f"Communication takes {share:.0%} of the time: {subject} {reason}."

@@ -11,17 +11,11 @@ import numpy as np
 
 from meshwright.diagnose.finding import Finding
 from meshwright.diagnose.trace.breakdown import Breakdown, make_timeline
-from meshwright.diagnose.trace.collective_calls import collective_calls
 from meshwright.diagnose.trace.communication_findings import find_communication
-from meshwright.diagnose.trace.group_findings import (
-    MatchedCollective,
-    RankSummary,
-    find_between_ranks,
-    match_collectives,
-    waiting,
-)
+from meshwright.diagnose.trace.group_findings import find_between_ranks, match_collectives, waiting
 from meshwright.diagnose.trace.kineto.kineto_trace import EXPECTED, KinetoTrace, read_trace
 from meshwright.diagnose.trace.rank_findings import CHECK, MIN_SHARE, find_data, find_device, find_memory
+from meshwright.diagnose.trace.rank_summary import RankSummary, summarize
 from meshwright.errors import ConfigError
 
 CONFIDENCE_WEIGHTS = {"high": 1.0, "medium": 0.7, "low": 0.4}
@@ -82,10 +76,17 @@ def diagnose_traces(paths: Sequence[Path]) -> TraceDiagnosis:
         summaries.append(summary)
         findings += found
     matched = match_collectives(summaries)
-    between = find_between_ranks(summaries, matched)
-    merged = merge_ranks(without_waiting(findings, summaries, matched), len(paths))
-    ordered = sorted([*merged, *between], key=lambda found: -found.share * CONFIDENCE_WEIGHTS[found.confidence])
-    return TraceDiagnosis(ordered or [healthy(ranks)], sorted(ranks, key=lambda rank: rank.rank))
+    waits = waiting(summaries, matched)
+    for summary in summaries:
+        waited = waits[summary.rank].total / 1e6 if summary.rank in waits else 0.0
+        findings += find_communication(summary, waited)
+    found = [*merge_ranks(findings, len(paths)), *find_between_ranks(summaries, matched)]
+    found.sort(key=weight, reverse=True)
+    return TraceDiagnosis(found or [healthy(ranks)], sorted(ranks, key=lambda rank: rank.rank))
+
+
+def weight(finding: Finding) -> float:
+    return finding.share * CONFIDENCE_WEIGHTS[finding.confidence]
 
 
 def free_rank(number: int, taken: set[int]) -> int:
@@ -97,18 +98,15 @@ def diagnose_rank(trace: KinetoTrace, rank: int) -> tuple[RankDiagnosis, RankSum
     timeline = make_timeline(trace)
     if not len(timeline.busy):
         raise ConfigError(f"trace {trace.path} has no kernels, operators or collectives", EXPECTED)
-    breakdown = timeline.breakdown(*timeline.window)
-    steps = {number: timeline.breakdown(*window) for number, window in timeline.steps.items()}
-    calls = collective_calls(timeline)
+    summary = summarize(timeline, rank)
     findings = [
-        *find_data(timeline, breakdown),
-        *find_communication(timeline, breakdown, calls),
-        *find_device(timeline, breakdown),
-        *find_memory(timeline, breakdown),
+        *find_data(timeline, summary.breakdown),
+        *find_device(timeline, summary.breakdown),
+        *find_memory(timeline, summary.breakdown),
     ]
-    starts = np.array([low for low, _ in timeline.steps.values()])
-    summary = RankSummary(rank, breakdown, steps, starts, calls, timeline.compute, trace.header)
-    diagnosis = RankDiagnosis(rank, trace.path, device_name(trace), breakdown, steps, tuple(trace.notes))
+    diagnosis = RankDiagnosis(
+        rank, trace.path, device_name(trace), summary.breakdown, summary.steps, tuple(trace.notes)
+    )
     return diagnosis, summary, [replace(finding, rank=rank) for finding in findings]
 
 
@@ -122,31 +120,14 @@ def device_name(trace: KinetoTrace) -> str:
     return name[:64] if isinstance(name, str) else "device"
 
 
-def without_waiting(
-    findings: list[Finding], ranks: list[RankSummary], matched: list[MatchedCollective]
-) -> list[Finding]:
-    """Subtracts the time in which a rank waits for a late one from its communication, which is not slow then."""
-    seconds = {rank.rank: rank.breakdown.seconds for rank in ranks}
-    waits = {rank: wait.total / 1e6 / seconds[rank] for rank, wait in waiting(ranks, matched).items() if seconds[rank]}
-    kept = []
-    for finding in findings:
-        wait = waits.get(finding.rank, 0.0) if finding.cause == "communication" and finding.rank is not None else 0.0
-        if wait >= MIN_SHARE:
-            sentence = f"{finding.sentence} Of it, {wait:.0%} is waiting for ranks that arrive later."
-            finding = replace(finding, share=finding.share - wait, sentence=sentence)
-        if finding.share >= MIN_SHARE:
-            kept.append(finding)
-    return kept
-
-
 def merge_ranks(findings: list[Finding], ranks: int) -> list[Finding]:
-    """Keeps one finding per cause and variant: that of the rank with the largest share."""
+    """Keeps one finding per cause and variant, and one of communication: that of the rank with the largest share."""
     best: dict[tuple[str, str], Finding] = {}
     counts: dict[tuple[str, str], int] = {}
     for finding in findings:
-        key = finding.cause, finding.variant
+        key = finding.cause, "" if finding.cause == "communication" else finding.variant
         counts[key] = counts.get(key, 0) + 1
-        if key not in best or finding.share > best[key].share:
+        if key not in best or weight(finding) > weight(best[key]):
             best[key] = finding
     everywhere = f"All {ranks} ranks are affected."
     return [

@@ -9,11 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwright.diagnose.finding import Change, Finding, MeasuredFigure
-from meshwright.diagnose.trace.breakdown import Breakdown
-from meshwright.diagnose.trace.collective_calls import CollectiveCalls
 from meshwright.diagnose.trace.intervals import Intervals
 from meshwright.diagnose.trace.kineto.event_table import Floats
 from meshwright.diagnose.trace.rank_findings import CHECK, MIN_SHARE, confidence, settings_for
+from meshwright.diagnose.trace.rank_summary import RankSummary
 
 LAST_SHARE = 0.6
 """Share of the waiting that one rank must cause to be the straggler."""
@@ -26,29 +25,10 @@ UNEVEN_EXPERTS = 1.25
 
 
 @dataclass(frozen=True)
-class RankSummary:
-    """What is kept of the trace of one rank after its events are released."""
-
-    rank: int
-    breakdown: Breakdown
-    steps: dict[int, Breakdown]
-    step_starts: Floats
-    calls: CollectiveCalls
-    compute: Intervals
-    header: dict[str, object]
-
-    @property
-    def step_count(self) -> int:
-        return max(1, len(self.steps))
-
-
-@dataclass(frozen=True)
 class MatchedCollective:
     """One collective on all ranks of its group. Microseconds, in the order of `ranks`."""
 
     kind: str
-    step: int
-    """index of the step on the first rank"""
     ranks: tuple[int, ...]
     start: Floats
     duration: Floats
@@ -79,12 +59,9 @@ def match_collectives(ranks: list[RankSummary]) -> list[MatchedCollective]:
     for (kind, *_), members in found.items():
         if len({index for index, _ in members}) < 2 or len({index for index, _ in members}) != len(members):
             continue
-        first, row = members[0]
-        start = ranks[first].calls.start[row]
         matched.append(
             MatchedCollective(
                 kind,
-                int(np.searchsorted(ranks[first].step_starts, start, side="right")) - 1,
                 tuple(ranks[index].rank for index, _ in members),
                 *(
                     np.array([getattr(ranks[index].calls, column)[row] for index, row in members])
@@ -135,7 +112,7 @@ def find_straggler(ranks: list[RankSummary], matched: list[MatchedCollective]) -
     share = caused[rank] / seconds if seconds else 0.0
     if share < MIN_SHARE or caused[rank] < LAST_SHARE * sum(caused.values()):
         return
-    often = np.mean([is_slow_step(rank, step, waits, others[0]) for step in others[0].steps.items()] or [True])
+    often = np.mean([is_slow_step(rank, window, waits, others[0]) for window in others[0].windows.values()] or [True])
     slow = next(summary for summary in ranks if summary.rank == rank)
     phase, own, typical = slow_part(slow, others)
     variant = "steady" if often >= STEADY_SHARE else "now and then"
@@ -166,17 +143,11 @@ def find_straggler(ranks: list[RankSummary], matched: list[MatchedCollective]) -
 
 
 def is_slow_step(
-    rank: int, step: tuple[int, Breakdown], waits: dict[int, dict[int, Intervals]], other: RankSummary
+    rank: int, window: tuple[float, float], waits: dict[int, dict[int, Intervals]], other: RankSummary
 ) -> bool:
     """Whether another rank waits longer for `rank` in a step than for any other rank, and for longer than MIN_SHARE."""
-    index = list(other.steps).index(step[0])
-    bounds = [*other.step_starts, np.inf]
-    seconds = {
-        last: by_rank[other.rank].clip(bounds[index], bounds[index + 1]).total / 1e6
-        for last, by_rank in waits.items()
-        if other.rank in by_rank
-    }
-    return seconds.get(rank, 0.0) == max(seconds.values()) and seconds.get(rank, 0.0) > MIN_SHARE * step[1].seconds
+    times = {last: by_rank[other.rank].clip(*window).total for last, by_rank in waits.items() if other.rank in by_rank}
+    return times.get(rank, 0.0) == max(times.values()) and times.get(rank, 0.0) > MIN_SHARE * (window[1] - window[0])
 
 
 STRAGGLER_ACTIONS = {
