@@ -64,7 +64,7 @@ def show_trial(trial: ChangeTrial, console: Console | None = None) -> None:
 def heading(finding: Finding) -> Text:
     """The cause, and what a change can win back."""
     style = "bold green" if finding.cause == "healthy" else "bold red" if finding.cause in BROKEN else "bold yellow"
-    text = Text(printable(finding.cause + (f": {finding.variant}" if finding.variant else "")), style)
+    text = Text().append(printable(finding.cause + (f": {finding.variant}" if finding.variant else "")), style)
     if finding.share:
         text.append(f"   {format_percent(finding.share)} of the time to win, {finding.confidence} confidence", "dim")
     return text

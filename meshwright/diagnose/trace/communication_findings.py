@@ -86,9 +86,9 @@ def find_communication(summary: RankSummary, waited: float) -> Iterator[Finding]
         timed = chosen & (calls.message_bytes > 0) & (calls.duration > 0)
         rate = calls.message_bytes[timed].sum() / max(calls.duration[timed].sum(), 1e-9) * 1e6
         evidence.append(MeasuredFigure(f"message bytes per second of {kind}", float(rate), "B/s"))
-    if issue:
+    if breakdown.share(issue) >= 0.01:
         evidence.append(MeasuredFigure("idle between successive collectives, per step", issue / steps, "s"))
-    if waited:
+    if breakdown.share(waited) >= 0.01:
         evidence.append(MeasuredFigure("waiting for ranks that arrive later, per step", waited / steps, "s"))
     yield Finding(
         "communication",

@@ -136,7 +136,7 @@ def find_launch(timeline: RankTimeline, breakdown: Breakdown) -> Iterator[Findin
                 median,
                 "s",
                 float(np.median(idle.end - idle.start)) / 1e6,
-                "median idle time before a late launch",
+                "idle before a late one",
             ),
             MeasuredFigure(
                 "device idle behind the host, per step", seconds / steps, "s", breakdown.seconds / steps, "step time"
