@@ -11,13 +11,13 @@ NORMAL_MAD = 1.4826
 """The standard deviation of a normal distribution, in median absolute deviations."""
 REACH = 2
 """Steps before and after a step between which its value is interpolated."""
-NEIGHBOURS = 16
+NEIGHBOURS = 64
 """The nearest steps whose residuals tell how large one usually is."""
 MIN_NEIGHBOURS = 8
 SPIKE_DEVIATIONS, JOINT_DEVIATIONS = 8.0, 4.0
 """A step is a spike if its loss is so many robust deviations above its neighbours; fewer are enough if the gradient
 norm is above them as well."""
-SPIKE_EXCESS = 0.02
+SPIKE_EXCESS = 0.05
 """The smallest spike, as a fraction of the loss."""
 SMALLEST_SPREAD = 1e-4
 """A spread below this is that of rounding, as a fraction of the value."""

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import numpy as np
 
 from meshwright.diagnose.finding import Change, Confidence, Finding, MeasuredFigure
-from meshwright.diagnose.run.loss_trend import Divergence, Spike, find_divergence, find_spikes
+from meshwright.diagnose.run.loss_trend import SPIKE_DEVIATIONS, Divergence, Spike, find_divergence, find_spikes
 from meshwright.history.run_history import RunHistory
 from meshwright.history.step_table import StepTable
 
@@ -142,14 +142,14 @@ def describe_spikes(table: StepTable, spikes: list[Spike]) -> Finding:
     first = spikes[0]
     step, loss = int(table.step[first.index]), float(table.loss[first.index])
     others = sorted(int(table.step[spike.index]) for spike in spikes[1:])
-    also = f"; also steps {', '.join(map(str, others[:6]))}" if others else ""
-    norm = first.norm_deviations >= first.deviations / 2
+    also = f"; also step{'s' if len(others) > 1 else ''} {', '.join(map(str, others[:6]))}" if others else ""
+    clear = max(first.norm_deviations, first.deviations / 2) >= SPIKE_DEVIATIONS
     return Finding(
         "numerics",
         "loss spike",
         f"the loss of step {step} is {loss:.4g} where the steps around it predict {first.expected:.4g}{also}",
         len(spikes) / len(table),
-        "high" if norm else "medium",
+        "high" if clear else "medium",
         step=step,
         evidence=(
             MeasuredFigure(f"loss of step {step}", loss, "", first.expected, "predicted by the steps around it"),
