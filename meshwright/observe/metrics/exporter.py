@@ -15,7 +15,7 @@ from meshwright.telemetry.run_folder import RunFolder
 
 REPORTED = 3
 """Exit code of an exporter that has printed why it ended."""
-CLOSE_SECONDS = 5.0
+CLOSE_SECONDS = 10.0
 """Seconds that the exporter has to push a last time when the run ends."""
 OTLP_PACKAGE = "opentelemetry.exporter.otlp.proto.http"
 

@@ -43,22 +43,26 @@ def export_run(
 ) -> None:
     """Exports the metrics of a run until `stop` is set: on a port, by OTLP, or both. `on_served` gets the address."""
     collector = RunsCollector([follow(RunHistory(folder))])
+    push = make_push(otlp, collector)
     server = start_server(collector, host, port) if port is not None else None
-    if server is not None:
-        on_served(server.address)
     try:
-        if otlp:
-            from meshwright.observe.metrics.otlp import OtlpPusher
-
-            pusher = OtlpPusher(otlp, collector)
-            while not stop.wait(PUSH_SECONDS):
-                pusher.push()
-            pusher.push()
-        else:
-            stop.wait()
+        if server is not None:
+            on_served(server.address)
+        while not stop.wait(PUSH_SECONDS):
+            push()
+        push()
     finally:
         if server is not None:
             server.stop()
+
+
+def make_push(otlp: str, collector: RunsCollector) -> Callable[[], None]:
+    """What pushes the metrics to an OpenTelemetry collector; nothing without an address."""
+    if not otlp:
+        return lambda: None
+    from meshwright.observe.metrics.otlp import OtlpPusher
+
+    return OtlpPusher(otlp, collector).push
 
 
 def start_server(collector: RunsCollector, host: str, port: int) -> HttpServer:

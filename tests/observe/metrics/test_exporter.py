@@ -14,7 +14,7 @@ from contextlib import suppress
 import httpx
 import pytest
 from exported_run import record_run
-from prometheus_client import parser
+from scraping import TIMEOUT, free_port, is_refused, scrape, wait_for
 from small_run import small_config
 
 from meshwright import Callback, train
@@ -22,36 +22,6 @@ from meshwright.cli import main
 from meshwright.config import MetricsConfig
 from meshwright.observe.metrics import exporter_process
 from meshwright.observe.metrics.exporter import REPORTED, RunExporter
-
-TIMEOUT = 60.0
-
-
-def free_port() -> int:
-    with socket.socket() as listening:
-        listening.bind(("127.0.0.1", 0))
-        return listening.getsockname()[1]
-
-
-def scrape(port: int) -> dict[tuple[str, str], float]:
-    """(name, state or nothing) -> value of every sample without other labels than the run."""
-    text = httpx.get(f"http://127.0.0.1:{port}/metrics", timeout=TIMEOUT).text
-    families = parser.text_string_to_metric_families(text)
-    return {(s.name, s.labels.get("state", "")): s.value for family in families for s in family.samples}
-
-
-def wait_for(condition, seconds: float = TIMEOUT):
-    deadline = time.monotonic() + seconds
-    while time.monotonic() < deadline:
-        with suppress(httpx.HTTPError):
-            if found := condition():
-                return found
-        time.sleep(0.05)
-    raise AssertionError("the condition did not come true")
-
-
-def is_refused(port: int) -> bool:
-    with socket.socket() as client:
-        return client.connect_ex(("127.0.0.1", port)) != 0
 
 
 class WaitForScrape(Callback):

@@ -10,8 +10,7 @@ from pathlib import Path
 import pytest
 from exported_run import record_run
 from raw_requests import connect, get
-from test_exporter import free_port, scrape, wait_for
-from test_metrics_endpoint import READERS, scrape_many, send_garbage
+from scraping import READERS, free_port, scrape, scrape_many, send_garbage, wait_for
 
 from meshwright.config import MetricsConfig
 from meshwright.observe.metrics.exporter import RunExporter

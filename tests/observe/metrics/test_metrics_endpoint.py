@@ -5,11 +5,11 @@ from __future__ import annotations
 import asyncio
 import threading
 
-import httpx
 import pytest
 from exported_run import record_run
 from prometheus_client import parser
-from raw_requests import connect, exchange, get
+from raw_requests import connect, get
+from scraping import READERS, scrape_many, send_garbage
 from starlette.testclient import TestClient
 
 from meshwright.history.run_history import RunHistory
@@ -17,8 +17,6 @@ from meshwright.observe.metrics import collector as collector_module
 from meshwright.observe.metrics.collector import OPENMETRICS, TEXT, RunsCollector
 from meshwright.observe.metrics.endpoint import metrics_application
 from meshwright.observe.watch.http_server import HttpServer
-
-READERS = 200
 
 
 class CountingRun:
@@ -96,22 +94,3 @@ def test_concurrent_slow_and_hostile_clients_are_served_from_one_read(folder, mo
     assert {answer.content for answer in answers} == {answers[0].content}
     assert any(family.name == "meshwright_loss" for family in parser.text_string_to_metric_families(answers[0].text))
     assert run.reads == 1
-
-
-async def scrape_many(address: str) -> list[httpx.Response]:
-    limits = httpx.Limits(max_connections=READERS, max_keepalive_connections=READERS)
-    async with httpx.AsyncClient(limits=limits, timeout=60) as client:
-        return await asyncio.gather(*(client.get(address) for _ in range(READERS)))
-
-
-def send_garbage(port: int) -> None:
-    requests = (
-        b"\0\xff\xfe garbage \r\n\r\n",
-        b"GET /metrics HTTP/1.1\r\nHost: 127.0.0.1\r\nX-Huge: " + b"h" * (1 << 18) + b"\r\n\r\n",
-        get("/metrics", method="POST", headers="Content-Length: 99999999\r\n"),
-        get("/metrics?" + "q" * 4000),
-        get("/metrics").replace(b"127.0.0.1", b"attacker.example"),
-    )
-    for request in requests * 4:
-        status = int(exchange(port, request).split()[1])
-        assert 400 <= status < 500

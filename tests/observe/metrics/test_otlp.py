@@ -9,7 +9,7 @@ from itertools import pairwise
 
 import pytest
 from exported_run import PHASES, STEP_SECONDS, record_run
-from test_exporter import free_port, scrape, wait_for
+from scraping import free_port, scrape, wait_for
 
 from meshwright.config import MetricsConfig
 from meshwright.errors import ConfigError

@@ -11,8 +11,8 @@ from contextlib import contextmanager, suppress
 
 import httpx
 import pytest
+from scraping import free_port, wait_for
 from small_run import SMALL
-from test_exporter import free_port, wait_for
 
 from meshwright.observe.metrics.alerts import alert_rules
 
