@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import replace
 
 import numpy as np
@@ -73,6 +74,15 @@ def test_loss_that_grows_until_it_is_not_finite_has_diverged_and_is_no_crash(run
     run.end("failed", error_type="NumericsError", step=3, rank=0, exit_code=7, message="not finite")
     assert [finding.variant for finding in numerics.find(run.history())] == ["divergence"]
     assert list(crashes.find(run.history())) == []
+
+
+def test_findings_on_values_that_are_not_finite_are_valid_json(run):
+    run.begin()
+    run.steps(0, [5.5, *[None] * 12], grad_norm=None, lr=None)
+    run.end()
+    (finding,) = numerics.find(run.history())
+    assert (finding.variant, finding.change.settings) == ("divergence", ())
+    json.dumps(finding.to_json(), allow_nan=False)
 
 
 def test_first_module_that_is_not_finite_is_named(run):

@@ -44,8 +44,12 @@ def describe_divergence(table: StepTable, divergence: Divergence) -> Finding:
     norms = table.grad_norm
     before, after = finite_median(norms[: max(1, index)]), finite_median(norms[index:])
     grown = before > 0 and after / before >= GROWN_NORM
-    evidence = [MeasuredFigure("median loss since", divergence.after, "", divergence.before, "the lowest before")]
-    if np.isfinite(after):
+    evidence = []
+    if np.isfinite(divergence.after):
+        evidence.append(
+            MeasuredFigure("median loss since", divergence.after, "", divergence.before, "the lowest before")
+        )
+    if np.isfinite(after) and np.isfinite(before):
         evidence.append(MeasuredFigure("median gradient norm since", after, "", before, "before"))
     broken = int(np.sum(~np.isfinite(table.loss[index:])))
     if broken:
