@@ -25,7 +25,11 @@ CAUSES = {
 BROKEN = ("hang", "crash", "numerics", "replay")
 """Causes of a run that is broken, in the order of their importance; they precede those of a slow one."""
 
+LIMITING_SHARE = 0.03
+"""Share of the step time that a cause must take to be reported as limiting."""
 Confidence = Literal["high", "medium", "low"]
+CONFIDENCE_WEIGHTS: dict[Confidence, float] = {"high": 1.0, "medium": 0.7, "low": 0.4}
+"""How much of a finding's share counts when findings are put in order."""
 
 
 @dataclass(frozen=True)

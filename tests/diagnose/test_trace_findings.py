@@ -10,6 +10,7 @@ import pytest
 
 from meshwright.diagnose.finding import CAUSES, Finding
 from meshwright.diagnose.trace.diagnose import TraceDiagnosis, diagnose_traces
+from meshwright.errors import ConfigError
 from tests.diagnose.synthetic_traces import TraceBuilder
 
 STEPS = 5
@@ -279,6 +280,11 @@ def test_traces_without_ranks_are_numbered(tmp_path: Path) -> None:
     for trace in traces:
         trace.header.pop("distributedInfo")
     assert [rank.rank for rank in diagnose(tmp_path, *traces).ranks] == [0, 1, 2]
+
+
+def test_two_traces_of_one_rank_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="are both of rank 0; expected one trace per rank, of the same steps"):
+        diagnose(tmp_path, *(make_trace(COMMUNICATION["one bucket"]) for _ in range(2)))
 
 
 def test_the_result_is_json(tmp_path: Path) -> None:

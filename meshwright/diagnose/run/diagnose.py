@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
-from meshwright.diagnose.finding import BROKEN, Change, Finding, MeasuredFigure
+from meshwright.diagnose.finding import BROKEN, CONFIDENCE_WEIGHTS, Change, Finding, MeasuredFigure
 from meshwright.diagnose.run import crashes, hangs, numerics, replayed_samples
 from meshwright.diagnose.run.change_cost import with_costs
 from meshwright.diagnose.run.step_time import (
@@ -41,8 +41,6 @@ CLASSES: tuple[Callable[[RunHistory], Iterator[Finding]], ...] = (
 
 BROKEN_VARIANTS = {("experts", "collapsed routing")}
 """Kinds of other classes that damage the trained model."""
-WEIGHTS = {"high": 1.0, "medium": 0.7, "low": 0.4}
-"""How much of a finding's share counts, by its confidence."""
 
 
 def diagnose_run(history: RunHistory) -> list[Finding]:
@@ -61,7 +59,7 @@ def order_findings(findings: Iterable[Finding]) -> list[Finding]:
 
 
 def importance(finding: Finding) -> tuple[int, float]:
-    weight = -finding.share * WEIGHTS[finding.confidence]
+    weight = -finding.share * CONFIDENCE_WEIGHTS[finding.confidence]
     if finding.cause in BROKEN:
         return BROKEN.index(finding.cause), weight
     return len(BROKEN) + ((finding.cause, finding.variant) not in BROKEN_VARIANTS), weight

@@ -10,6 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.config import Batch, RunConfig, config_from_dict
+from meshwright.diagnose.finding import LIMITING_SHARE as LIMITING_SHARE
 from meshwright.errors import ConfigError
 from meshwright.history.run_history import RunHistory
 from meshwright.history.step_table import StepTable
@@ -17,8 +18,6 @@ from meshwright.telemetry.events import Event
 from meshwright.topology.layout import Layout
 from meshwright.topology.unsupported import validate
 
-LIMITING_SHARE = 0.03
-"""A cause that costs a smaller share of the step time is not reported."""
 MIN_STEPS = 6
 """Steps that a verdict on times needs."""
 MAX_STEPS = 1024

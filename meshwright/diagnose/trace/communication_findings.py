@@ -6,11 +6,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from meshwright.diagnose.finding import Change, Finding, MeasuredFigure
+from meshwright.diagnose.finding import LIMITING_SHARE, Change, Finding, MeasuredFigure
 from meshwright.diagnose.trace.breakdown import Breakdown
 from meshwright.diagnose.trace.collective_calls import CollectiveCalls
 from meshwright.diagnose.trace.kineto.event_table import Mask
-from meshwright.diagnose.trace.rank_findings import CHECK, MIN_SHARE, confidence, settings_for
+from meshwright.diagnose.trace.rank_findings import CHECK, confidence, settings_for
 from meshwright.diagnose.trace.rank_summary import RankSummary
 from meshwright.io import format_bytes, format_seconds
 
@@ -71,7 +71,7 @@ def find_communication(summary: RankSummary, waited: float) -> Iterator[Finding]
     chosen = calls.of_kind(kind)
     variant = explain(summary, kind, waited)
     share = breakdown.share(avoidable(breakdown, variant, exposed) + issue)
-    if share < MIN_SHARE:
+    if share < LIMITING_SHARE:
         return
     axis = next((axis for axis, is_chosen in zip(calls.axis, chosen, strict=True) if is_chosen and axis), "")
     evidence = [

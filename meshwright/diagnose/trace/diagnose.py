@@ -9,17 +9,14 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.diagnose.finding import Finding
+from meshwright.diagnose.finding import CONFIDENCE_WEIGHTS, LIMITING_SHARE, Finding
 from meshwright.diagnose.trace.breakdown import Breakdown, make_timeline
 from meshwright.diagnose.trace.communication_findings import find_communication
 from meshwright.diagnose.trace.group_findings import find_between_ranks, match_collectives, waiting
 from meshwright.diagnose.trace.kineto.kineto_trace import EXPECTED, KinetoTrace, read_trace
-from meshwright.diagnose.trace.rank_findings import CHECK, MIN_SHARE, find_data, find_device, find_memory
+from meshwright.diagnose.trace.rank_findings import CHECK, find_data, find_device, find_memory
 from meshwright.diagnose.trace.rank_summary import RankSummary, summarize
 from meshwright.errors import ConfigError
-
-CONFIDENCE_WEIGHTS = {"high": 1.0, "medium": 0.7, "low": 0.4}
-"""What a share counts when findings are put in order."""
 
 
 @dataclass(frozen=True)
@@ -68,9 +65,13 @@ def diagnose_traces(paths: Sequence[Path]) -> TraceDiagnosis:
     findings: list[Finding] = []
     for number, path in enumerate(paths):
         trace = read_trace(path)
-        stated = trace.rank
-        taken = {summary.rank for summary in summaries}
-        rank = stated if stated is not None and stated not in taken else free_rank(number, taken)
+        rank = number if trace.rank is None else trace.rank
+        same = next((other.path for other in ranks if other.rank == rank), None)
+        if same is not None:
+            raise ConfigError(
+                f"the traces {same} and {path} are both of rank {rank}",
+                "expected one trace per rank, of the same steps",
+            )
         diagnosis, summary, found = diagnose_rank(trace, rank)
         ranks.append(diagnosis)
         summaries.append(summary)
@@ -87,10 +88,6 @@ def diagnose_traces(paths: Sequence[Path]) -> TraceDiagnosis:
 
 def weight(finding: Finding) -> float:
     return finding.share * CONFIDENCE_WEIGHTS[finding.confidence]
-
-
-def free_rank(number: int, taken: set[int]) -> int:
-    return number if number not in taken else max(taken) + 1
 
 
 def diagnose_rank(trace: KinetoTrace, rank: int) -> tuple[RankDiagnosis, RankSummary, list[Finding]]:
@@ -141,7 +138,7 @@ def healthy(ranks: list[RankDiagnosis]) -> Finding:
     return Finding(
         "healthy",
         "",
-        f"The ranks compute for {compute:.0%} of the time, and nothing else takes more than {MIN_SHARE:.0%} of it.",
+        f"The ranks compute for {compute:.0%} of the time; nothing else takes more than {LIMITING_SHARE:.0%} of it.",
         0.0,
         "high",
         check=CHECK,

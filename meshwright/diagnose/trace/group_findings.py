@@ -8,10 +8,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from meshwright.diagnose.finding import Change, Finding, MeasuredFigure
+from meshwright.diagnose.finding import LIMITING_SHARE, Change, Finding, MeasuredFigure
 from meshwright.diagnose.trace.intervals import Intervals
 from meshwright.diagnose.trace.kineto.event_table import Floats
-from meshwright.diagnose.trace.rank_findings import CHECK, MIN_SHARE, confidence, settings_for
+from meshwright.diagnose.trace.rank_findings import CHECK, confidence, settings_for
 from meshwright.diagnose.trace.rank_summary import RankSummary
 
 LAST_SHARE = 0.6
@@ -110,7 +110,7 @@ def find_straggler(ranks: list[RankSummary], matched: list[MatchedCollective]) -
     others = [summary for summary in ranks if summary.rank in waits[rank] and summary.rank != rank]
     seconds = float(np.median([summary.breakdown.seconds for summary in others]))
     share = caused[rank] / seconds if seconds else 0.0
-    if share < MIN_SHARE or caused[rank] < LAST_SHARE * sum(caused.values()):
+    if share < LIMITING_SHARE or caused[rank] < LAST_SHARE * sum(caused.values()):
         return
     often = np.mean([is_slow_step(rank, window, waits, others[0]) for window in others[0].windows.values()] or [True])
     slow = next(summary for summary in ranks if summary.rank == rank)
@@ -145,9 +145,11 @@ def find_straggler(ranks: list[RankSummary], matched: list[MatchedCollective]) -
 def is_slow_step(
     rank: int, window: tuple[float, float], waits: dict[int, dict[int, Intervals]], other: RankSummary
 ) -> bool:
-    """Whether another rank waits longer for `rank` in a step than for any other rank, and for longer than MIN_SHARE."""
+    """Whether another rank waits longer for `rank` in a step than for any other, and more than LIMITING_SHARE of it."""
     times = {last: by_rank[other.rank].clip(*window).total for last, by_rank in waits.items() if other.rank in by_rank}
-    return times.get(rank, 0.0) == max(times.values()) and times.get(rank, 0.0) > MIN_SHARE * (window[1] - window[0])
+    return times.get(rank, 0.0) == max(times.values()) and times.get(rank, 0.0) > LIMITING_SHARE * (
+        window[1] - window[0]
+    )
 
 
 STRAGGLER_ACTIONS = {
@@ -184,7 +186,7 @@ def find_bubble(ranks: list[RankSummary]) -> Iterator[Finding]:
         for summary in ranks
     }
     share = float(np.mean(list(waits.values())))
-    if share < MIN_SHARE:
+    if share < LIMITING_SHARE:
         return
     compute = {summary.rank: summary.breakdown.compute / summary.step_count for summary in ranks}
     mean = float(np.mean(list(compute.values())))
@@ -235,7 +237,7 @@ def find_experts(ranks: list[RankSummary], matched: list[MatchedCollective]) -> 
     else:  # of one rank, all exposed time of its all-to-alls
         waited = float(np.mean([s.calls.exposed[s.calls.of_kind("all-to-all")].sum() for s in ranks])) / 1e6
     share = waited / seconds if seconds else 0.0
-    if share < MIN_SHARE:
+    if share < LIMITING_SHARE:
         return
     totals: dict[int, float] = defaultdict(float)
     for call in sized:

@@ -6,13 +6,11 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from meshwright.diagnose.finding import Change, Confidence, Finding, MeasuredFigure
+from meshwright.diagnose.finding import LIMITING_SHARE, Change, Confidence, Finding, MeasuredFigure
 from meshwright.diagnose.trace.activities import LOADER
 from meshwright.diagnose.trace.breakdown import ALLOCATION, SYNCHRONIZATION, Breakdown, RankTimeline
 from meshwright.diagnose.trace.kineto.event_table import Kind
 
-MIN_SHARE = 0.03
-"""Share of the time that a cause must take to be reported as limiting."""
 SMALL_KERNEL = 10.0
 """Microseconds; a kernel that is shorter takes less time than the host needs to launch it."""
 CHECK = "meshwright diagnose TRACE"
@@ -28,7 +26,7 @@ def find_data(timeline: RankTimeline, breakdown: Breakdown) -> Iterator[Finding]
     """The device idles while the host waits for the loader."""
     seconds = breakdown.idle_causes.get("loader", 0.0)
     share = breakdown.share(seconds)
-    if share < MIN_SHARE:
+    if share < LIMITING_SHARE:
         return
     trace = timeline.trace
     loader = trace.host(LOADER).clip(*timeline.window)
@@ -68,7 +66,7 @@ def find_memory(timeline: RankTimeline, breakdown: Breakdown) -> Iterator[Findin
     """The device idles while the host allocates or frees its memory."""
     seconds = breakdown.idle_causes.get("allocation", 0.0)
     share = breakdown.share(seconds)
-    if share < MIN_SHARE:
+    if share < LIMITING_SHARE:
         return
     events = timeline.trace.events
     low, high = timeline.window
@@ -107,7 +105,7 @@ def find_device(timeline: RankTimeline, breakdown: Breakdown) -> Iterator[Findin
 def find_launch(timeline: RankTimeline, breakdown: Breakdown) -> Iterator[Finding]:
     seconds = breakdown.idle_causes.get("launch", 0.0)
     share = breakdown.share(seconds)
-    if share < MIN_SHARE:
+    if share < LIMITING_SHARE:
         return
     activities = timeline.activities
     kernels = activities.end[activities.is_compute] - activities.start[activities.is_compute]
@@ -150,7 +148,7 @@ def find_launch(timeline: RankTimeline, breakdown: Breakdown) -> Iterator[Findin
 def find_synchronization(timeline: RankTimeline, breakdown: Breakdown) -> Iterator[Finding]:
     seconds = breakdown.idle_causes.get("synchronization", 0.0)
     share = breakdown.share(seconds)
-    if share < MIN_SHARE:
+    if share < LIMITING_SHARE:
         return
     events = timeline.trace.events
     low, high = timeline.window
@@ -182,7 +180,7 @@ def find_shapes(timeline: RankTimeline, breakdown: Breakdown) -> Iterator[Findin
     slow = events.named(r"(?i)gemm.*align[12](?!\d)")[activities.rows] & activities.is_compute
     seconds = activities.intervals(slow).total / 1e6
     share = breakdown.share(seconds) / 2  # aligned operands double the rate at least
-    if share < MIN_SHARE:
+    if share < LIMITING_SHARE:
         return
     steps = max(1, len(timeline.steps))
     yield Finding(
@@ -209,7 +207,7 @@ def find_python(breakdown: Breakdown) -> Iterator[Finding]:
     """On a host without a device, time outside operators is Python, or a library that the profiler does not see."""
     seconds = breakdown.idle_causes.get("outside operators", 0.0)
     share = breakdown.share(seconds)
-    if share < MIN_SHARE:
+    if share < LIMITING_SHARE:
         return
     yield Finding(
         "device",
