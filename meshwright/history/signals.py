@@ -252,7 +252,8 @@ def overdue_state(history: RunHistory, recent: StepTable, now: float) -> tuple[s
     busy = sorted(set(heartbeats) - waiting, key=order.__getitem__)
     since = format_seconds(quiet)
     if waiting and busy:
-        text = f"{len(waiting)} rank(s) have waited for rank {busy[0]} for {since}"
+        who = f"Rank {min(waiting)} has" if len(waiting) == 1 else f"{len(waiting)} ranks have"
+        text = f"{who} waited for rank {busy[0]} for {since}"
         return "waiting", f"{text}: it is at {heartbeats[busy[0]].location}.", busy[0]
     where = describe_locations(heartbeats)
     return "stalled", f"No rank has made progress for {since}: {where}.", None

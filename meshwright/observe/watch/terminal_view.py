@@ -219,13 +219,14 @@ def account_lines(snapshot: RunSnapshot, width: int) -> list[Text]:
         count = round((done + share) * cells) - round(done * cells)
         bar.append("█" * count, PART_STYLES.get(part, "bright_black"))
         done += share
-    words = Text()
+    rows = [Text()]
     for part, share in shares.items():
-        words.append(f"{part} ", PART_STYLES.get(part, "bright_black"))
-        words.append(f"{format_percent(share)}  ")
+        words = Text.assemble((part, PART_STYLES.get(part, "bright_black")), f" {format_percent(share)}  ")
+        if rows[-1] and len(rows[-1]) + len(words) > max(26, width - 14):
+            rows.append(Text())
+        rows[-1].append(words)
     shown = [line(format_clock(snapshot.account.wall_seconds), bar)]
-    wrapped = words.wrap(make_console(width=width), max(26, width - 14))
-    return [*shown, *(line("" if number else "wall time", part) for number, part in enumerate(wrapped))]
+    return [*shown, *(line("" if number else "wall time", row) for number, row in enumerate(rows))]
 
 
 def loss_lines(snapshot: RunSnapshot, width: int) -> list[Text]:
