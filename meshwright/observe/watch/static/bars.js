@@ -56,7 +56,7 @@ export function showMemory(section, run) {
   setNote(section, rows.length ? `live tensors at the peak of step ${format.integer(rows[0].step)}` : "");
   if (!rows.length) {
     fill(body, el("p", { class: "empty" }, "The memory is counted in the second step of an attempt, and then every ",
-      el("code", {}, "telemetry.count_bytes_every"), " steps."));
+      el("code", {}, "count_bytes_every"), " steps."));
     return;
   }
   const largest = Math.max(...rows.map((row) => row.total), 1);

@@ -3,6 +3,7 @@ import { color, el, fill, placeTip, prepareCanvas, roundStep, setNote } from "./
 import * as format from "./format.js";
 
 const LEFT = 62;
+const TOP = 5;
 const BOTTOM = 22;
 
 /** Draws the heat map of a run into a section, and names what the pointer or the arrow keys point at. */
@@ -53,7 +54,7 @@ export class HeatMap {
     if (!rows || !this.box.clientWidth) return;
     const width = this.box.clientWidth;
     this.rowHeight = Math.max(4, Math.min(26, Math.floor(380 / rows)));
-    const height = rows * this.rowHeight + BOTTOM;
+    const height = TOP + rows * this.rowHeight + BOTTOM;
     const context = prepareCanvas(this.canvas, width, height);
     const [low, high] = data[this.figure].scale;
     const columns = data.columns;
@@ -61,7 +62,7 @@ export class HeatMap {
     const palette = heatPalette();
     const cellWidth = (width - LEFT) / columns;
     context.fillStyle = color("sunk");
-    context.fillRect(LEFT, 0, width - LEFT, rows * this.rowHeight);
+    context.fillRect(LEFT, TOP, width - LEFT, rows * this.rowHeight);
     for (let row = 0; row < rows; row += 1) {
       const gap = this.rowHeight > 7 ? 1 : 0;
       for (let column = 0; column < columns; column += 1) {
@@ -70,7 +71,7 @@ export class HeatMap {
         const share = high > low ? (value - low) / (high - low) : 0;
         context.fillStyle = palette[Math.max(0, Math.min(palette.length - 1, Math.floor(share * palette.length)))];
         const left = LEFT + Math.floor(column * cellWidth);
-        context.fillRect(left, row * this.rowHeight, LEFT + Math.floor((column + 1) * cellWidth) - left, this.rowHeight - gap);
+        context.fillRect(left, TOP + row * this.rowHeight, LEFT + Math.floor((column + 1) * cellWidth) - left, this.rowHeight - gap);
       }
     }
     this.drawLabels(context, width, rows);
@@ -84,7 +85,7 @@ export class HeatMap {
     context.textBaseline = "middle";
     context.textAlign = "right";
     for (let row = 0; row < rows; row += rowsPerLabel) {
-      context.fillText(`rank ${this.data.ranks[row]}`, LEFT - 8, (row + 0.5) * this.rowHeight);
+      context.fillText(`rank ${this.data.ranks[row]}`, LEFT - 8, TOP + (row + 0.5) * this.rowHeight);
     }
     context.textBaseline = "top";
     const [from, to] = this.data.range;
@@ -93,10 +94,11 @@ export class HeatMap {
     for (let step = Math.ceil(from / every) * every; step < to; step += every) {
       const x = LEFT + ((step + 0.5 - from) * (width - LEFT)) / (to - from);
       const text = format.integer(step);
-      if (x + context.measureText(text).width / 2 < width) context.fillText(text, x, rows * this.rowHeight + 7);
+      const half = context.measureText(text).width / 2;
+      if (x + half < width) context.fillText(text, Math.max(x, LEFT + half), TOP + rows * this.rowHeight + 7);
     }
     context.textAlign = "right";
-    context.fillText("step", LEFT - 8, rows * this.rowHeight + 7);
+    context.fillText("step", LEFT - 8, TOP + rows * this.rowHeight + 7);
   }
 
   /** Says in words what the colours show: which rank is slower than the others, and by how much. */
@@ -122,7 +124,7 @@ export class HeatMap {
     const x = event.clientX - left;
     const y = event.clientY - top;
     const column = Math.floor(((x - LEFT) / (this.canvas.clientWidth - LEFT)) * this.data.columns);
-    this.showCell(Math.floor(y / this.rowHeight), column, x, y);
+    this.showCell(Math.floor((y - TOP) / this.rowHeight), column, x, y);
   }
 
   move(event) {
@@ -134,7 +136,7 @@ export class HeatMap {
     const [row, column] = this.cell ?? [0, 0];
     const next = [clamp(row + down, this.data.ranks.length), clamp(column + right, this.data.columns)];
     const x = LEFT + ((next[1] + 0.5) * (this.canvas.clientWidth - LEFT)) / this.data.columns;
-    this.showCell(next[0], next[1], x, (next[0] + 0.5) * this.rowHeight);
+    this.showCell(next[0], next[1], x, TOP + (next[0] + 0.5) * this.rowHeight);
   }
 
   showCell(row, column, x, y) {

@@ -3,6 +3,7 @@ import { color, el, placeTip, prepareCanvas, roundStep, setNote } from "./dom.js
 import * as format from "./format.js";
 
 const LEFT = 62;
+const TOP = 5;
 const BOTTOM = 22;
 const KIND_COLORS = { fetch: "gold", copy: "brown", forward: "blue", backward: "teal", sync: "wait", update: "green" };
 
@@ -49,7 +50,7 @@ export class StepTimeline {
       : `${format.seconds(data.seconds)}, phases in their order; hatched: waiting for other ranks`);
     const width = this.box.clientWidth;
     this.rowHeight = Math.max(6, Math.min(28, Math.floor(420 / rows)));
-    const context = prepareCanvas(this.canvas, width, rows * this.rowHeight + BOTTOM);
+    const context = prepareCanvas(this.canvas, width, TOP + rows * this.rowHeight + BOTTOM);
     this.perSecond = (width - LEFT) / (data.seconds || 1);
     data.rows.forEach((row, index) => this.drawRow(context, row, index));
     this.drawAxis(context, width, rows);
@@ -59,7 +60,7 @@ export class StepTimeline {
   }
 
   drawRow(context, row, index) {
-    const top = index * this.rowHeight;
+    const top = TOP + index * this.rowHeight;
     const height = this.rowHeight - (this.rowHeight > 8 ? 3 : 1);
     context.textBaseline = "middle";
     if (index % Math.ceil(15 / this.rowHeight) === 0) {
@@ -91,7 +92,7 @@ export class StepTimeline {
     for (let place = 0; place * every <= this.data.seconds; place += 1) {
       const x = LEFT + place * every * this.perSecond;
       context.textAlign = place === 0 ? "left" : x > width - 30 ? "right" : "center";
-      context.fillText(format.seconds(Number((place * every).toPrecision(6))), x, rows * this.rowHeight + 7);
+      context.fillText(format.seconds(Number((place * every).toPrecision(6))), x, TOP + rows * this.rowHeight + 7);
     }
   }
 
@@ -99,7 +100,7 @@ export class StepTimeline {
     const { left, top } = this.canvas.getBoundingClientRect();
     const x = event.clientX - left;
     const y = event.clientY - top;
-    const row = this.data.rows[Math.floor(y / this.rowHeight)];
+    const row = this.data.rows[Math.floor((y - TOP) / this.rowHeight)];
     const time = (x - LEFT) / this.perSecond;
     const span = row?.spans.findLast(([start, end]) => start <= time && time <= end);
     if (!span) {
