@@ -20,6 +20,9 @@ MAX_NAMES = 1 << 14
 FRESH_SECONDS = 60.0
 """A job on another host counts as running if its newest record is younger, or its counters have advanced since."""
 
+GAP_SECONDS = 5.0
+"""If nobody has read the heartbeats for longer, it is not known when between the two readings a counter advanced."""
+
 
 @dataclass
 class Liveness:
@@ -32,15 +35,18 @@ class Liveness:
     heartbeats: dict[int, HeartbeatReading] = field(default_factory=dict)
     advanced: dict[int, float] = field(default_factory=dict)
     """rank -> when its beat counter was last seen to advance (monotonic clock)"""
+    _read: float = 0.0
     _beat: str = ""
     _beat_advanced: float | None = None
 
     def update(self, folder: RunFolder, attempt: int, newest_record: float | None, now: float) -> None:
         """Reads the lease and the heartbeats of an attempt. `newest_record` and `now` are Unix seconds."""
-        if attempt != self.attempt:
-            self.attempt, self.heartbeats, self.advanced = attempt, {}, {}
-            self._beat, self._beat_advanced = "", None
         clock = time.monotonic()
+        if attempt != self.attempt:
+            self._beat, self._beat_advanced = "", None
+        if attempt != self.attempt or clock - self._read > GAP_SECONDS:
+            self.attempt, self.heartbeats, self.advanced = attempt, {}, {}
+        self._read = clock
         heartbeats = {
             rank: reading
             for rank in heartbeat_ranks(folder, attempt)

@@ -100,6 +100,19 @@ def test_stalled_if_no_rank_advances(run, monkeypatch):
     assert len(beats) == 2
 
 
+def test_stalled_also_if_nobody_has_looked_since_the_ranks_advanced(run, monkeypatch):
+    run.start()
+    run.hold()
+    train(run, range(5))
+    history = run.history()
+    beat = run.beat(0, "forward", 3)
+    history.update()
+    beat.enter("forward", 5)
+    monkeypatch.setattr(time, "monotonic", lambda: time.monotonic_ns() / 1e9 + 30.0)
+    history.update()
+    assert read_signals(history, run.now + 30.0).state == "stalled"
+
+
 def test_a_rank_that_entered_a_phase_just_now_is_progress(run):
     run.start()
     run.hold()
