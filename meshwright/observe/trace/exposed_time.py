@@ -19,7 +19,7 @@ import numpy as np
 
 from meshwright.diagnose.trace.intervals import Intervals
 from meshwright.errors import ConfigError
-from meshwright.observe.trace.collective_slices import TOLERANCE, CollectiveMatcher, CollectiveSlice
+from meshwright.observe.trace.collective_slices import GROUP, TOLERANCE, CollectiveMatcher, CollectiveSlice
 from meshwright.observe.trace.profile_files import ProfilePath, ProfileReader, find_profiles
 from meshwright.telemetry.run_folder import RunFolder
 from meshwright.telemetry.span_reader import Interval, StepSpanRecord, read_rank_spans
@@ -73,7 +73,7 @@ def exposed_steps(profile: ProfilePath, spans: Sequence[StepSpanRecord]) -> list
         begin, duration = finite_number(event.get("ts")), finite_number(event.get("dur"))
         if event.get("cat") == "kernel" and begin is not None and duration is not None and len(kernels) < MAX_KERNELS:
             start, args = begin + reader.head.base, event.get("args")
-            group = args.get("Process Group Name") if isinstance(args, dict) else None
+            group = args.get(GROUP) if isinstance(args, dict) else None
             if isinstance(group, str):
                 on_device.append((start, start + duration, reader.head.axis(group)))
             else:

@@ -138,12 +138,12 @@ class MergedTrace:
         for count, event in enumerate(reader.events()):
             if count >= MAX_PROFILE_EVENTS:
                 reader.notes.append(f"only its first {MAX_PROFILE_EVENTS:,} events are merged")
-                return
+                break
             kind, time = event.get("ph"), finite_number(event.get("ts"))
             place = (repr(event.get("pid"))[:64], repr(event.get("tid"))[:64])
             name = str(event.get("name", ""))[:MAX_NAME]
             if kind == "M" and name == "thread_name" and isinstance(event.get("args"), dict):
-                names.setdefault(place, str(event["args"].get("name", ""))[:MAX_NAME])
+                names.setdefault(place, str(event["args"].get("name", ""))[:MAX_NAME].strip())
             if kind not in ("X", "s", "f") or time is None or not isinstance(event.get("pid"), int):
                 continue
             thread = threads.setdefault(place, FIRST_THREAD + len(threads))
@@ -154,19 +154,21 @@ class MergedTrace:
             else:
                 copied["id"] = f"{rank}.{start}.{event.get('id')}"[:64]
             copied |= {key: event[key] for key in ("cat", "args", "bp") if key in event}
-            yield self.writer.thread_name(rank, thread, names.get(place, " ".join(place))) + self.writer.line(copied)
+            yield self.writer.line(copied)
+        for place, thread in threads.items():
+            yield self.writer.thread_name(rank, thread, names.get(place, " ".join(place)))
 
     def merge_collectives(self, slices: Sequence[CollectiveSlice]) -> Iterator[str]:
         """Yields the collectives of all ranks, those of the same call linked."""
-        calls: dict[tuple[str, int], list[CollectiveSlice]] = {}
+        calls: dict[tuple[Any, ...], list[CollectiveSlice]] = {}
         for item in slices:
-            calls.setdefault((item.group, item.sequence), []).append(item)
+            calls.setdefault(item.call, []).append(item)
         lanes: dict[CollectiveSlice, int] = {}
         for rank in sorted({item.rank for item in slices}):
             lanes |= place_in_lanes([item for item in slices if item.rank == rank])
         for item in sorted(slices, key=lambda item: (item.rank, item.begin)):
             args = {"axis": item.axis, "group": item.group, "sequence": item.sequence, "elements": item.elements}
-            call = arrivals(calls[item.group, item.sequence])
+            call = arrivals(calls[item.call])
             args |= {"step": item.step} | ({"last rank": last_rank(call)} if len(call) > 1 else {})
             yield self.writer.thread_slice(
                 item.rank, lanes[item], f"collectives: {item.axis}", item.collective, item.begin, item.end, **args
