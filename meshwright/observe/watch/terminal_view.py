@@ -27,6 +27,14 @@ RECENT_STEPS = 20
 """The newest steps of a rank over which its phases are averaged."""
 MAX_RANKS, MAX_CHECKPOINTS, MAX_INCIDENTS, MAX_LOG_LINES = 8, 3, 3, 4
 """Rows of each table."""
+PHASE_COLUMNS = {
+    "data": ("fetch", "copy"),
+    "forward": ("forward",),
+    "backward": ("backward",),
+    "sync": ("sync",),
+    "update": ("update",),
+}
+"""The columns of the table of ranks, and the phases in each."""
 SPARKS = "▁▂▃▄▅▆▇█"
 STATE_STYLES = {
     "progressing": "green",
@@ -170,12 +178,13 @@ def headline(snapshot: RunSnapshot) -> dict[str, str]:
     words = [f"{progress.done:,} of {progress.steps:,} steps done" if progress.steps else "no step done"]
     if progress.steps_per_second is not None:
         words.append(f"{progress.steps_per_second:.3g} steps/s")
-        words.append(f"{progress.samples_per_second or 0:,.0f} samples/s")
-        if unit != "samples":
-            words.append(f"{progress.tokens_per_second or 0:,.0f} {unit}/s")
     if progress.eta_seconds and snapshot.signals.state in ("progressing", "replaying", "skipping"):
         words.append(f"eta {format_clock(progress.eta_seconds)}")
     words.append(f"goodput {progress.goodput or 0:,.3g} samples/s")
+    if progress.samples_per_second is not None:
+        words.append(f"now {progress.samples_per_second:,.0f} samples/s")
+        if unit != "samples":
+            words.append(f"{progress.tokens_per_second or 0:,.0f} {unit}/s")
     exposed = "nothing is recorded yet"
     if communication.exposed_seconds is not None:
         share = format_percent(communication.share)
@@ -252,13 +261,13 @@ def rank_table(snapshot: RunSnapshot) -> list[RenderableType]:
     if not snapshot.ranks:
         return []
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", show_edge=False)
-    table.add_column("rank", justify="right")
+    table.add_column("rank", justify="right", no_wrap=True, min_width=4)
     table.add_column("now", no_wrap=True)
-    for phase in (*STEP_PHASES, "own time"):
-        table.add_column(phase, justify="right", no_wrap=True)
+    for name in (*PHASE_COLUMNS, "own time"):
+        table.add_column(name, justify="right", no_wrap=True)
     for found in snapshot.ranks[:MAX_RANKS]:
         place = f"step {found.step}, {found.phase}" if found.step >= 0 else found.phase
-        times = [format_seconds(found.phases[phase]) for phase in STEP_PHASES]
+        times = [format_seconds(sum(found.phases[phase] for phase in phases)) for phases in PHASE_COLUMNS.values()]
         style = "bright_red" if found.rank == snapshot.signals.rank else ""
         waits = ", waits" if found.waiting else ""
         table.add_row(str(found.rank), printable(place + waits), *times, format_seconds(found.own_seconds), style=style)
@@ -281,14 +290,14 @@ def checkpoint_lines(snapshot: RunSnapshot) -> list[Text]:
 
 
 def incident_lines(snapshot: RunSnapshot) -> list[Text]:
-    """What went wrong, newest first: failed attempts, hangs, stragglers, failed saves, values that are not finite."""
+    """What went wrong, newest first: failed attempts, stragglers, failed saves, values that are not finite."""
     history = snapshot.history
     found = [
         (attempt.ended or 0.0, f"attempt {attempt.number} {attempt.outcome}: {first_line(attempt.incident.message)}")
         for attempt in history.attempts
         if attempt.incident is not None and attempt.outcome not in ("complete", "running")
     ]
-    for events in (history.stragglers, history.hangs, history.save_failures, history.lost_events):
+    for events in (history.stragglers, history.save_failures, history.lost_events):
         found += [(event["time"] or 0.0, first_line(event["message"])) for event in events]
     found += [(event["time"] or 0.0, f"step {event['step']}: non-finite values") for event in history.nonfinite]
     newest = sorted(found, key=lambda item: -item[0])[:MAX_INCIDENTS]

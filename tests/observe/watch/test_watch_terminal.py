@@ -44,7 +44,9 @@ def test_view_shows_signals_account_ranks_checkpoints_and_incidents(run):
     lines = text.splitlines()
     assert lines[0].endswith("attempt 1  failed")
     assert "rank 1 at step 20, forward: killed by signal 9 (SIGKILL)" in lines[1]
-    assert lines[2].startswith("progress      20 of 100 steps done  5 steps/s  80 samples/s  800 tokens/s")
+    assert lines[2].startswith(
+        "progress      20 of 100 steps done  5 steps/s  goodput 22.9 samples/s  now 80 samples/s"
+    )
     assert lines[3] == "communication exposed 115 ms per step, 57% of the step time (host waits)"
     assert lines[4].startswith("recovery      checkpoint of step 10, ")
     assert "10 steps (2 s) at risk  0 restarts" in lines[4]
@@ -59,7 +61,9 @@ def test_view_shows_signals_account_ranks_checkpoints_and_incidents(run):
 
 @pytest.mark.parametrize("width", [40, 80, 200])
 def test_view_fits_the_terminal(run, width):
-    assert max(map(len, view(run, width).splitlines())) <= width
+    lines = view(run, width).splitlines()
+    assert max(map(len, lines)) <= width
+    assert width < 80 or any(line.startswith("rank  now") and line.endswith("own time  ") for line in lines)
 
 
 def test_control_characters_of_a_record_do_not_reach_the_terminal(run):
