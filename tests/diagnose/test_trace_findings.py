@@ -282,6 +282,14 @@ def test_traces_without_ranks_are_numbered(tmp_path: Path) -> None:
     assert [rank.rank for rank in diagnose(tmp_path, *traces).ranks] == [0, 1, 2]
 
 
+def test_the_number_of_steps_and_collectives_is_limited(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("meshwright.diagnose.trace.collective_calls.MAX_CALLS", 50)
+    monkeypatch.setattr("meshwright.diagnose.trace.rank_summary.MAX_STEPS", 3)
+    diagnosis = diagnose(tmp_path, make_trace(COMMUNICATION["not bucketed"]))
+    assert list(diagnosis.ranks[0].steps) == [0, 1, 2]
+    assert diagnosis.ranks[0].breakdown.communication > 0
+
+
 def test_two_traces_of_one_rank_are_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="are both of rank 0; expected one trace per rank, of the same steps"):
         diagnose(tmp_path, *(make_trace(COMMUNICATION["one bucket"]) for _ in range(2)))

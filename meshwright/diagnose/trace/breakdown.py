@@ -9,7 +9,6 @@ import numpy as np
 
 from meshwright.diagnose.trace.activities import LOADER, Activities, measured_activities
 from meshwright.diagnose.trace.intervals import Intervals
-from meshwright.diagnose.trace.kineto.event_table import Floats
 from meshwright.diagnose.trace.kineto.kineto_trace import KinetoTrace
 
 ALLOCATION = (
@@ -166,12 +165,8 @@ def step_windows(trace: KinetoTrace, activities: Activities) -> dict[int, tuple[
         return {}
     launch = activities.start if np.isnan(activities.launch).all() else activities.launch
     step = np.searchsorted(steps.start, launch, side="right") - 1
-    starts = {int(number): first_start(activities.start[step == index]) for index, number in enumerate(numbers)}
-    known = [(number, start) for number, start in starts.items() if start is not None]
-    end = float(activities.end.max())
-    following = [start for _, start in known[1:]] + [end]
-    return {number: (start, stop) for (number, start), stop in zip(known, following, strict=True) if stop > start}
-
-
-def first_start(starts: Floats) -> float | None:
-    return float(starts.min()) if len(starts) else None
+    found, first = np.unique(step, return_index=True)  # activities are in the order of their starts
+    first = first[found >= 0]
+    bounds = [*activities.start[first].tolist(), float(activities.end.max())]
+    pairs = zip(numbers[found[found >= 0]].tolist(), bounds, bounds[1:], strict=False)
+    return {number: (start, stop) for number, start, stop in pairs if stop > start}

@@ -27,6 +27,8 @@ COLLECTIVES = {
 """Kind of a collective -> pattern in the name of a kernel, an annotation or its metadata; the first match counts."""
 UNKNOWN = "collective"
 NO_ARGS = CollectiveArgs()
+MAX_CALLS = 50_000
+"""Collectives of a rank that are compared with those of other ranks: the first ones."""
 MAX_AXIS = 32
 """Characters of the name of an axis."""
 
@@ -64,7 +66,7 @@ class CollectiveCalls:
 def collective_calls(timeline: RankTimeline) -> CollectiveCalls:
     """Lists the collectives of a rank. A kernel without metadata has that of the annotation that launched it."""
     events, activities = timeline.trace.events, timeline.activities
-    chosen = activities.is_communication
+    chosen = np.flatnonzero(activities.is_communication)[:MAX_CALLS]
     rows, start, end = activities.rows[chosen], activities.start[chosen], activities.end[chosen]
     launch = activities.launch[chosen]
     annotation = launched_in(events, launch, r"^(?:nccl|rccl|mscclpp):") if activities.on_device else rows

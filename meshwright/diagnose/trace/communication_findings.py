@@ -137,7 +137,7 @@ def explain(summary: RankSummary, kind: str, waited: float) -> str:
         return "one bucket"
     before = [
         summary.compute.clip(low, float(starts.min())).total / max(summary.compute.clip(low, high).total, 1e-9)
-        for low, high in summary.windows.values()
+        for low, high in summary.first_windows
         if len(starts := calls.start[chosen & (calls.start >= low) & (calls.start < high)])
     ]
     return "late start" if before and np.median(before) > LATE_START else "no overlap"

@@ -112,7 +112,7 @@ def find_straggler(ranks: list[RankSummary], matched: list[MatchedCollective]) -
     share = caused[rank] / seconds if seconds else 0.0
     if share < LIMITING_SHARE or caused[rank] < LAST_SHARE * sum(caused.values()):
         return
-    often = np.mean([is_slow_step(rank, window, waits, others[0]) for window in others[0].windows.values()] or [True])
+    often = np.mean([is_slow_step(rank, window, waits, others[0]) for window in others[0].first_windows] or [True])
     slow = next(summary for summary in ranks if summary.rank == rank)
     phase, own, typical = slow_part(slow, others)
     variant = "steady" if often >= STEADY_SHARE else "now and then"
