@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from meshwright.diagnose.trace.diagnose import diagnose_traces
 from meshwright.diagnose.trace.kineto import event_scanner, trace_file
 from meshwright.diagnose.trace.kineto.event_scanner import EventScanner
 from meshwright.diagnose.trace.kineto.event_table import EventTable, Kind, TableBuilder
@@ -121,6 +122,8 @@ HOSTILE = [
     '{"ph": "X", "cat": "kernel", "name": "e", "pid": 1, "tid": 1, "ts": [1], "dur": null}',
     '{"ph": "X", "cat": "kernel", "name": "f", "pid": 1, "tid": 1, "ts": ' + "9" * 5000 + ', "dur": 1}',
     '{"ph": "X", "cat": "kernel", "name": "g", "pid": 1, "tid": 1, "ts": 5, "dur": 99999999999999999999}',
+    '{"ph": "X", "cat": "kernel", "name": "k", "pid": 1, "tid": 1, "ts": 5, "dur": true}',
+    '{"ph": "X", "cat": "kernel", "name": "l", "pid": 1, "tid": 1, "ts": false, "dur": 1}',
 ]
 TOLERATED = [
     '{"ph": "X", "cat": "kernel", "name": "h", "pid": 1, "tid": 1, "ts": "12", "dur": "3.5"}',
@@ -128,6 +131,10 @@ TOLERATED = [
     '{"ph": "X", "cat": "kernel", "name": "\\ud800\\u0000", "pid": 1, "tid": 1, "ts": 1, "dur": 2}',
     '{"ph": "X", "cat": "kernel", "name": "i", "pid": 1, "tid": "stream 7", "ts": 1, "dur": 2, "args": {"stream": -9}}',
     '{"ph": "X", "cat": "kernel", "name": "j", "pid": 1, "tid": 1, "ts": 1, "dur": 2, "args": {"correlation": 1e99}}',
+    '{"ph": "X", "cat": "kernel", "name": "m", "pid": 1, "tid": 1, "ts": 1, "dur": 2, "args": {"correlation": true}}',
+    '{"ph": "X", "cat": "kernel", "name": "ncclDevKernel_SendRecv", "pid": 1, "tid": 1, "ts": 1, "dur": 2,'
+    ' "args": {"Collective name": "all_to_allv", "In split size": [' + "9" * 400 + ', -1]}}',
+    '{"ph": "X", "cat": "user_annotation", "name": "ProfilerStep#3", "pid": 1, "tid": 1, "ts": 99999, "dur": 9}',
     '{"ph": "X", "cat": "user_annotation", "name": "nccl:x", "pid": 1, "tid": 1, "ts": 1, "dur": 2,'
     ' "args": {"In msg nelems": "many", "Input Dims": [[-1]], "Collective name": [], "In split size": "[1, null]"}}',
 ]
@@ -146,10 +153,11 @@ def test_an_event_with_impossible_times_is_left_out(tmp_path: Path, event: str) 
 @pytest.mark.parametrize("event", TOLERATED)
 def test_strange_but_possible_events_are_used(tmp_path: Path, event: str) -> None:
     path = tmp_path / "trace.json"
-    path.write_text(f'{{"traceEvents": [{event}]}}')
+    path.write_text(f'{{"traceEvents": [{event}, {TOLERATED[0]}]}}')
     read = read_trace(path)
-    assert len(read.events) == 1
+    assert len(read.events) == 2
     assert read.notes == []
+    assert diagnose_traces([path]).findings
 
 
 def test_deeply_nested_values_are_skipped(tmp_path: Path) -> None:

@@ -52,3 +52,12 @@ def test_phases_that_are_missing(tmp_path):
     job.phases = lambda _rank, _step: {"forward": float("nan")}
     job.waits = lambda _rank, _step: {"backward": 5.0}
     assert diagnose_run(job.history())
+
+
+def test_steps_that_are_recorded_twice_or_out_of_order(tmp_path):
+    job = SyntheticRun(tmp_path)
+    job.history()
+    path = RunFolder(job.folder).events(1)
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join([*lines[10:], *lines[:20], *lines[10:12]]))
+    assert diagnose_run(RunHistory(RunFolder(job.folder)))

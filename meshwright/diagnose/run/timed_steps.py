@@ -122,7 +122,7 @@ def read_timed_steps(history: RunHistory) -> TimedSteps | None:
     ranks = tuple(rank for rank in history.ranks if rank < layout.ranks)[:MAX_RANKS]
     tables = [history.steps(rank).timed() for rank in ranks]
     for attempt in reversed(history.attempts):
-        own = [table.of_attempt(attempt.number) for table in tables]
+        own = [table.of_attempt(attempt.number).survived() for table in tables]  # one row per step, in order
         if own and attempt.ranks == layout.ranks and (rows := common_rows(own)) is not None:
             return combine(attempt.number, ranks, rows, config, layout, batch, attempt.start)
     return None

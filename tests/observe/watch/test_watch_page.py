@@ -231,11 +231,13 @@ def test_garbage_records_and_spans_are_no_error(tmp_path):
         "waits": [[1], ["a", 2], None],
         "actions": "no",
     }
+    empty = hostile | {"step": 5, "phases": [3], "end": 4}
     for rank in range(2):
-        RunFolder(folder).spans(rank).write_text(json.dumps(hostile, separators=(",", ":")) + "\n")
+        lines = [json.dumps(span, separators=(",", ":")) + "\n" for span in (hostile, empty)]
+        RunFolder(folder).spans(rank).write_text("".join(lines))
     (folder / "plan.json").write_text("[" * 100_000)
     client = page(folder)
-    for address in ("snapshot", "curves", "heatmap", "timeline", "timeline?step=3", "log?rank=5"):
+    for address in ("snapshot", "curves", "heatmap", "timeline", "timeline?step=3", "timeline?step=5", "log?rank=5"):
         assert client.get(f"/api/runs/0/{address}").status_code == 200
 
 

@@ -78,8 +78,12 @@ def split_sizes(value: Any) -> tuple[int, ...]:
             value = json.loads(value)
         except (ValueError, RecursionError):
             return ()
-    is_valid = isinstance(value, list) and len(value) <= 4096 and all(isinstance(size, int) for size in value)
+    is_valid = isinstance(value, list) and len(value) <= 4096 and all(is_size(size) for size in value)
     return tuple(value) if is_valid else ()
+
+
+def is_size(value: Any) -> bool:
+    return type(value) is int and 0 <= value < 1 << 50
 
 
 def words(value: Any) -> str:

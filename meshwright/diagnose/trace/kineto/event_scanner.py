@@ -149,7 +149,7 @@ def json_row(event: dict[str, Any]) -> Row | None:
     args = event.get("args")
     args = args if isinstance(args, dict) else {}
     correlation = args.get("correlation")
-    is_known = isinstance(correlation, int) and 0 <= correlation < 1 << 63
+    is_known = type(correlation) is int and 0 <= correlation < 1 << 63
     is_collective = "Collective name" in args or name.startswith((b"nccl:", b"gloo:", b"record_param_comms"))
     return (
         category,
@@ -177,4 +177,4 @@ def time_text(value: Any) -> bytes:
             value = float(value)
         except ValueError:
             return b"nan"
-    return repr(value).encode() if isinstance(value, int | float) else b"nan"
+    return repr(value).encode() if type(value) in (int, float) else b"nan"  # a bool is an int as well

@@ -134,7 +134,7 @@ def parse_phases(span: Event) -> Iterator[tuple[float, float, int, str]]:
     entries = [entry for entry in as_list(span.get("phases")) if isinstance(entry, list) and len(entry) == 2]
     actions = iter(as_list(span.get("actions")))
     ends = [*(entry[1] for entry in entries[1:]), span.get("end")]
-    for (phase, begin), end in zip(entries, ends, strict=True):
+    for (phase, begin), end in zip(entries, ends, strict=False):  # without entries, the end has none either
         label = ""
         if phase in ("forward", "backward"):
             action = next(actions, None)
