@@ -55,6 +55,12 @@ def test_class_names_are_unique_in_the_package():
     assert not [name for name, count in names.items() if count > 1]
 
 
+def test_names_of_test_files_are_unique():
+    """pytest imports them as modules at the top level: of two with the same name, one would be used for both."""
+    names = Counter(path.name for path in FILES if path.is_relative_to(ROOT / "tests") and path.stem != "conftest")
+    assert not [name for name, count in names.items() if count > 1 and name != "__init__.py"]
+
+
 def module_name(path: Path) -> str:
     parts = path.relative_to(ROOT).with_suffix("").parts
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from small_run import SMALL
-from synthetic_run import write_run
+from written_run import write_run
 
 from meshwright.observe.watch.http_server import HttpServer
 from meshwright.observe.watch.page.routes import make_page

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from starlette.testclient import TestClient
-from synthetic_run import write_run
+from written_run import write_run
 
 from meshwright.history.account import PARTS
 from meshwright.history.signals import STATES

@@ -17,7 +17,7 @@ from pathlib import Path
 import httpx
 import pytest
 from starlette.testclient import TestClient
-from synthetic_run import write_run
+from written_run import write_run
 
 from meshwright.cli import main
 from meshwright.observe.watch.http_server import HttpServer
