@@ -133,7 +133,7 @@ TOLERATED = [
     '{"ph": "X", "cat": "kernel", "name": "j", "pid": 1, "tid": 1, "ts": 1, "dur": 2, "args": {"correlation": 1e99}}',
     '{"ph": "X", "cat": "kernel", "name": "m", "pid": 1, "tid": 1, "ts": 1, "dur": 2, "args": {"correlation": true}}',
     '{"ph": "X", "cat": "kernel", "name": "ncclDevKernel_SendRecv", "pid": 1, "tid": 1, "ts": 1, "dur": 2,'
-    ' "args": {"Collective name": "all_to_allv", "In split size": [' + "9" * 400 + ', -1]}}',
+    ' "args": {"Collective name": "all_to_allv", "In split size": [' + "9" * 400 + ", -1]}}",
     '{"ph": "X", "cat": "user_annotation", "name": "ProfilerStep#3", "pid": 1, "tid": 1, "ts": 99999, "dur": 9}',
     '{"ph": "X", "cat": "user_annotation", "name": "nccl:x", "pid": 1, "tid": 1, "ts": 1, "dur": 2,'
     ' "args": {"In msg nelems": "many", "Input Dims": [[-1]], "Collective name": [], "In split size": "[1, null]"}}',
