@@ -50,6 +50,8 @@ def export_run(
             on_served(server.address)
         while not stop.wait(PUSH_SECONDS):
             push()
+            if server is not None and server.failure:
+                raise RuntimeError(server.failure)
         push()
     finally:
         if server is not None:

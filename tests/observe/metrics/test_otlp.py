@@ -141,6 +141,7 @@ def test_address_of_the_collector_is_validated():
         MetricsConfig(otlp="127.0.0.1:4318")
 
 
+@pytest.mark.long
 def test_exporter_pushes_a_last_time_when_the_run_ends(receiver, tmp_path):
     port = free_port()
     settings = MetricsConfig(port=port, otlp=f"http://127.0.0.1:{receiver.server_port}")
