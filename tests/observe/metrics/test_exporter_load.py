@@ -16,7 +16,7 @@ from meshwright.config import MetricsConfig
 from meshwright.observe.metrics.exporter import RunExporter
 
 MAX_MEMORY = 400 << 20
-RANKS, STEPS, ROUNDS = 64, 300, 4
+RANKS, STEPS, ROUNDS = 64, 300, 2
 
 
 def peak_memory(pid: int) -> int:

@@ -64,7 +64,8 @@ def query(tmp_path):
         servers.append(subprocess.Popen(command))
 
         def ask(path: str):
-            return httpx.get(f"http://127.0.0.1:{port}/api/v1/{path}", timeout=10).json()["data"]
+            answer = httpx.get(f"http://127.0.0.1:{port}/api/v1/{path}", timeout=10)
+            return answer.raise_for_status().json()["data"]
 
         return ask
 
