@@ -149,18 +149,19 @@ def describe(kind: str, calls: CollectiveCalls, chosen: Mask, steps: int, axis: 
     size = f" of {format_bytes(float(np.median(sizes)))}" if len(sizes) else ""
     median = format_seconds(float(np.median(calls.duration[chosen])) / 1e6)
     where = f" on axis {axis}" if axis else ""
-    return f"{chosen.sum() / steps:,.0f} {kind} calls{size} per step (median {median}){where}"
+    count = f"{chosen.sum() / steps:,.0f}"
+    return f"{count} {kind} {'call' if count == '1' else 'calls'}{size} per step (median {median}){where}"
 
 
 def sentence(subject: str, variant: str, share: float, overlap: float) -> str:
     """The verdict in one sentence."""
     reason = {
-        "not bucketed": "are issued one by one, in no bucket, and nothing overlaps them",
-        "small buckets": "are too small: latency dominates",
-        "one bucket": "reduce all gradients in one bucket, which can start only when backward ends",
-        "late start": "start when nearly all compute of the step is done",
-        "no overlap": "run while nothing is computed",
-        "slow link": "take so long that compute could not hide them",
-        "partial overlap": f"take longer than the compute beside them: {overlap:.0%} of communication is overlapped",
+        "not bucketed": "issued one by one, in no bucket, and overlapped by nothing",
+        "small buckets": "too small, so that latency dominates",
+        "one bucket": "for all gradients in one bucket, which can start only when backward ends",
+        "late start": "started when nearly all compute of the step is done",
+        "no overlap": "while nothing is computed",
+        "slow link": "longer than all compute could hide",
+        "partial overlap": f"longer than the compute beside; {overlap:.0%} of communication is overlapped",
     }[variant]
-    return f"Communication takes {share:.0%} of the time: {subject} {reason}."
+    return f"Communication takes {share:.0%} of the time: {subject}, {reason}."
