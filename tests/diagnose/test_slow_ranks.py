@@ -61,6 +61,13 @@ def test_periodic_stall_of_all_ranks_is_named_without_a_rank(run):
     assert "every 6 steps" in finding.sentence
 
 
+def test_large_stalls_of_a_rank_that_is_a_little_slow_are_periodic(run):
+    job = run(steps=50)
+    job.phases = lambda rank, step: {"backward": 0.06 + 0.02 * rank + 0.4 * rank * (step % 5 == 0)}
+    (finding,) = stragglers.find(job.history())
+    assert (finding.variant, finding.rank) == ("periodic", 1)
+
+
 def test_stalls_without_a_period_are_now_and_then(run):
     job = run(steps=50)
     job.phases = lambda rank, step: {"forward": 0.5} if rank == 0 and step in (5, 9, 20, 22, 41) else {}

@@ -88,7 +88,7 @@ def test_one_bucket_starts_late(run):
 @pytest.mark.parametrize(
     ("settings", "buckets", "megabytes", "sync"),
     [
-        ((), 1, 2, 0.02),  # a small model has one bucket, and splitting it does not help
+        ((), 1, 4, 0.02),  # a small model has one bucket, and splitting it does not help
         ((), 4, 80, 0.02),  # buckets overlap, and the rest is exposed
         (("--ddp.bucket_cap_mb=1000",), 1, 64, 0.002),  # late, and fast enough
     ],

@@ -212,7 +212,7 @@ def bucket_cap(steps: TimedSteps) -> float:
 def late_start(exposure: Exposure) -> Finding | None:
     """The reduction begins when backward is nearly over, because one bucket has most of the gradients."""
     steps = exposure.steps
-    if not 0 < steps.buckets <= 2 or steps.bucket_bytes < USEFUL_BUCKETS * SMALL_BUCKET:
+    if not 0 < steps.buckets <= 2 or steps.bucket_bytes < 2 * USEFUL_BUCKETS * SMALL_BUCKET:
         return None
     cap = bucket_cap(steps)
     after = max(USEFUL_BUCKETS, ceil(steps.bucket_bytes / SMALL_BUCKET / cap))

@@ -54,11 +54,11 @@ def find(history: RunHistory) -> Iterator[Finding]:
         return
     behind = steps.above_peers(steps.local_seconds())
     by_phase = {phase: steps.above_peers(seconds) for phase, seconds in steps.local.items()}
-    slow_ranks = [
-        found
-        for index in range(len(steps.ranks))
-        if (found := steady(steps, index, behind[index], by_phase) or stalls(steps, index, behind, by_phase))
-    ]
+    slow_ranks = []
+    for index in range(len(steps.ranks)):
+        kinds = (steady(steps, index, behind[index], by_phase), stalls(steps, index, behind, by_phase))
+        if found_kinds := [found for found in kinds if found is not None]:
+            slow_ranks.append(max(found_kinds, key=lambda found: found.share))
     yield from slow_ranks
     if not slow_ranks and (found := common_stalls(steps)) is not None:
         yield found
