@@ -11,6 +11,7 @@ const MEMORY_COLORS = {
   parameter: "blue", gradient: "teal", optimizer: "violet", buffer: "brown", activation: "green",
   communication: "orange", temporary: "grey",
 };
+const MIN_SHARE = 0.0005;  // smaller parts are not listed
 const SPARE = ["sky", "lime", "brown", "slate", "pink"];
 
 const partColor = (table, name, index) => table[name] || SPARE[index % SPARE.length];
@@ -44,7 +45,7 @@ export function showGoodput(section, runs, meanings) {
     const { wall_seconds: wall, parts } = run.goodput;
     const shown = Object.entries(parts).filter(([, value]) => value > 0);
     return el("div", { class: "account" }, runs.length > 1 ? el("h3", {}, `${run.name}, ${format.seconds(wall)}`) : null,
-      stack(shown, wall, PART_COLORS, format.seconds, false), legend(shown, wall, PART_COLORS, format.seconds, meanings),
+      stack(shown, wall, PART_COLORS, format.seconds, false), legend(shown.filter(([, value]) => value >= MIN_SHARE * wall), wall, PART_COLORS, format.seconds, meanings),
       run.goodput.notes.map((note) => el("p", { class: "note" }, note)));
   }));
 }

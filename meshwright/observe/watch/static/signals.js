@@ -22,15 +22,16 @@ function signal(name, value, unit, ...content) {
 function progress(run) {
   const { progress: figures } = run.signals;
   const share = figures.steps ? figures.done / figures.steps : 0;
-  const running = !["complete", "stopped", "failed"].includes(run.signals.state);
-  return signal("Progress", format.number(figures.steps_per_second), "steps per second",
+  const advances = ["progressing", "replaying", "skipping"].includes(run.signals.state);
+  const stands = ["stalled", "waiting"].includes(run.signals.state);
+  return signal("Progress", format.number(figures.steps_per_second), stands ? "steps per second until then" : "steps per second",
     meter("", share, `${format.percent(share)} of the steps are done`),
     facts([
       ["steps done", `${format.integer(figures.done)} of ${format.integer(figures.steps)} (${format.percent(share)})`],
       [run.unit, `${format.count(figures.tokens_per_second)} per second`],
       ["samples", `${format.number(figures.samples_per_second)} per second`],
       ["goodput, whole run", `${format.number(figures.goodput)} samples per second`],
-      ["time left", running ? format.seconds(figures.eta_seconds) : "–"],
+      ["time left", advances ? format.seconds(figures.eta_seconds) : "–"],
     ]));
 }
 
