@@ -55,7 +55,8 @@ def diagnose_folder(run: Path) -> RunDiagnosis:
 def try_first_finding(
     run: Path, entry_points: Mapping[str, str], *, steps: int = TRIAL_STEPS, fork: bool = False
 ) -> RunDiagnosis:
-    """Diagnoses a run, and runs the change of its first finding for a few steps from the newest checkpoint.
+    """Diagnoses a run, and runs the first change of settings that is proposed, for a few steps from the newest
+    checkpoint.
 
     Both the settings of the run and the changed ones run in a temporary folder; the run folder is only read.
 
@@ -67,7 +68,8 @@ def try_first_finding(
     """
     history = RunHistory(RunFolder(run))
     findings = diagnose_run(history)
-    return RunDiagnosis(run, findings, run_trial(history, findings[0], entry_points, steps, fork))
+    with_settings = (one for one in findings if one.change.settings and one.change.predicted_seconds is not None)
+    return RunDiagnosis(run, findings, run_trial(history, next(with_settings, findings[0]), entry_points, steps, fork))
 
 
 def run_trial(
@@ -76,7 +78,7 @@ def run_trial(
     folder, measured = history.folder, timed_steps(history)
     if measured is None or not finding.change.settings or finding.change.predicted_seconds is None:
         raise ConfigError(
-            f"the first finding of {folder.root} ({finding.cause}) proposes no settings that change the step time",
+            f"no finding of {folder.root} proposes settings that change the step time",
             f"try {finding.change.action or finding.check}",
         )
     if history.is_alive:

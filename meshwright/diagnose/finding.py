@@ -81,6 +81,8 @@ class Finding:
     change: Change = field(default_factory=Change)
     check: str = ""
     """the command that shows whether the change helped"""
+    survived: bool = False
+    """whether the run went on after it: a failure that was survived costs time, and is ordered by that"""
 
     def __post_init__(self) -> None:
         assert self.cause in CAUSES, self.cause

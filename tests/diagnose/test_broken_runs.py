@@ -132,7 +132,7 @@ def test_restart_from_an_old_checkpoint_is_replay_with_the_steps_and_samples(run
     assert (finding.variant, finding.step) == ("lost work", 10)
     assert "20 steps (160 samples)" in finding.sentence
     assert finding.share == pytest.approx(20 / 70)
-    assert finding.change.settings == ("checkpoint.every = 2",)
+    assert finding.change.settings == ("checkpoint.every = 10",)
 
 
 def test_published_checkpoint_that_was_not_restored_is_named(run):

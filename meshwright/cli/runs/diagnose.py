@@ -17,7 +17,7 @@ def diagnose(
         positional("RUN|TRACE", "run folder, or one torch.profiler trace per rank, or a folder of traces"),
     ],
     try_: Annotated[
-        bool, flag("RUN: run the change of the first finding for a few steps, and say whether its prediction came true")
+        bool, flag("RUN: run the first change of settings for a few steps, and say whether its prediction came true")
     ] = False,
     steps: Annotated[int, option("N", "steps of each side of --try")] = 20,
     fork: Annotated[bool, flag("let --try change settings that change the numbers")] = False,

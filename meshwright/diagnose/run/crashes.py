@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
 
 from meshwright.diagnose.finding import Change, Confidence, Finding, MeasuredFigure
 from meshwright.diagnose.run.hangs import is_hang
@@ -32,7 +33,7 @@ def find(history: RunHistory) -> Iterator[Finding]:
     share = share_lost(history, *failed)
     survived = newest is not history.newest_attempt and history.attempts[-1].done > newest.done
     if not survived or share >= MIN_SHARE:
-        yield describe_crash(history, newest, failed, share)
+        yield replace(describe_crash(history, newest, failed, share), survived=survived)
 
 
 def is_numerics(incident: Incident) -> bool:

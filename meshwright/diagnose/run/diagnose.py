@@ -54,13 +54,15 @@ def diagnose_run(history: RunHistory) -> list[Finding]:
 
 
 def order_findings(findings: Iterable[Finding]) -> list[Finding]:
-    """Broken before slow; broken ones by their class, slow ones by what the change can win back."""
+    """Broken before slow; broken ones by their class, slow ones and failures that the run survived by what the change
+    can win back.
+    """
     return sorted(findings, key=importance)
 
 
 def importance(finding: Finding) -> tuple[int, float]:
     weight = -finding.share * CONFIDENCE_WEIGHTS[finding.confidence]
-    if finding.cause in BROKEN:
+    if finding.cause in BROKEN and not finding.survived:
         return BROKEN.index(finding.cause), weight
     return len(BROKEN) + ((finding.cause, finding.variant) not in BROKEN_VARIANTS), weight
 

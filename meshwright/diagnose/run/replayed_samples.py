@@ -59,13 +59,14 @@ def find_lost_work(history: RunHistory, table: StepTable) -> Iterator[Finding]:
             MeasuredFigure("samples that were trained again", samples, "count"),
         ),
         change=Change(
-            () if gone else (f"checkpoint.every = {max(1, lost // 8)}",),
+            () if gone else (f"checkpoint.every = {max(1, lost // 2)}",),
             f"find out who deleted or damaged the checkpoint of step {gone}: meshwright checkpoint verify "
             f"{history.folder.root}"
             if gone
             else "a failure loses the steps since the newest checkpoint",
         ),
         check="meshwright checkpoint list RUN",
+        survived=not gone,
     )
 
 
