@@ -90,6 +90,6 @@ def test_trial_of_a_finding_without_settings_says_what_to_do(tmp_path):
     job.phases = lambda rank, _step: {"forward": 0.1} if rank else {}
     job.history()
     with pytest.raises(
-        ConfigError, match="proposes no settings that change the step time; try look at that rank's device"
+        ConfigError, match="proposes settings that change the step time; try look at that rank's device"
     ):
         try_first_finding(job.folder, {})
