@@ -1,18 +1,19 @@
 """Links between ranks in one step: who waited for whom, from the spans of the step alone.
 
-The passes of a pipeline are linked by stage and micro-batch. Where all ranks are in one process group, their waits
-correspond one by one; in other layouts the wait at the end of a step is linked, in which every rank takes part.
+The passes of a pipeline are linked by stage and micro-batch. Every rank takes part in the last `sync` of a step, which
+is linked in all layouts. Where all ranks are in one process group, their waits correspond one by one.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from itertools import dropwhile, takewhile
 
 from meshwright.telemetry.span_reader import Interval, PhaseSpan, StepSpanRecord
 
 LINKED_MICROSECONDS = 100.0
-"""Waits that are shorter are not linked: the rank found the others there."""
+"""A rank that arrived less than this before the last one did not wait for it."""
 
 
 @dataclass(frozen=True)
@@ -44,9 +45,9 @@ def link_arrivals(arrivals: Sequence[Arrival], track: str) -> list[WaitLink]:
     """Links every rank that waited in a collective with the rank that arrived last."""
     last = max(arrivals, key=lambda arrival: arrival.begin)
     return [
-        WaitLink(track, last.rank, last.begin, arrival.rank, max(last.begin, arrival.begin))
+        WaitLink(track, last.rank, last.begin, arrival.rank, last.begin)
         for arrival in arrivals
-        if arrival is not last and arrival.end - arrival.begin >= LINKED_MICROSECONDS and last.begin <= arrival.end
+        if last.begin - arrival.begin >= LINKED_MICROSECONDS and last.begin <= arrival.end
     ]
 
 
@@ -65,8 +66,10 @@ def matching_waits(steps: Sequence[StepSpanRecord]) -> list[list[Arrival]]:
 
 
 def last_sync(step: StepSpanRecord) -> Interval | None:
-    """Returns the wait for the sum of the loss over all ranks, at the end of a step."""
-    return next(((phase.begin, phase.end) for phase in reversed(step.phases) if phase.name == "sync"), None)
+    """Returns the wait before the update: for the gradients, and for the sum of the loss over all ranks."""
+    before = dropwhile(lambda phase: phase.name != "sync", reversed(step.phases))
+    syncs = list(takewhile(lambda phase: phase.name == "sync", before))
+    return (syncs[-1].begin, syncs[0].end) if syncs else None
 
 
 def matching_syncs(steps: Sequence[StepSpanRecord]) -> list[Arrival]:

@@ -80,7 +80,7 @@ class MergedTrace:
         """Yields the slices of one step on all ranks, and the arrows between them."""
         steps = list({span.place.rank: span for span in spans if isinstance(span, StepSpanRecord)}.values())
         waits = matching_waits(steps)
-        syncs = [] if waits else matching_syncs(steps)
+        syncs = matching_syncs(steps)
         for span in spans:
             yield self.writer.process_name(span.place.rank, span.place.name)
             if isinstance(span, OtherSpan):

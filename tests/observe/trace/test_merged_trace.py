@@ -65,7 +65,7 @@ def test_waits_name_the_last_rank_to_arrive_and_arrows_come_from_it(tensor_run: 
     write_trace(tensor_run, out=tensor_run / "trace.json")
     events = read_trace(tensor_run / "trace.json")
     waits = slices(events, "waits", 0)
-    assert [e["args"]["last rank"] for e in waits] == [1, 0] * 3  # the second one is too short to be an arrow
+    assert [e["args"]["last rank"] for e in waits] == [1, 0] * 3  # nobody is late in the second one
     assert [(a["pid"], b["pid"]) for a, b in arrows(events)] == [(1, 0)] * 3
 
 
