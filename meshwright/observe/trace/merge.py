@@ -12,6 +12,7 @@ from meshwright.observe.trace.collective_slices import CollectiveMatcher, Collec
 from meshwright.observe.trace.links import (
     Arrival,
     last_rank,
+    last_sync,
     link_arrivals,
     link_passes,
     matching_syncs,
@@ -101,9 +102,10 @@ class MergedTrace:
         rank, numbered, write = step.place.rank, {"step": step.step}, self.writer.slice
         yield write(rank, "steps", f"step {step.step}", step.begin, step.end, attempt=step.attempt)
         last = {"last rank": last_rank(syncs)} if syncs else {}
-        for index, phase in enumerate(step.phases):
-            is_last_sync = phase.name == "sync" and all(other.name != "sync" for other in step.phases[index + 1 :])
-            yield write(rank, "steps", phase.name, phase.begin, phase.end, **numbered | (last if is_last_sync else {}))
+        sync = last_sync(step)
+        for phase in step.phases:
+            is_last = phase.name == "sync" and sync is not None and phase.begin >= sync[0]
+            yield write(rank, "steps", phase.name, phase.begin, phase.end, **numbered | (last if is_last else {}))
         for phase in step.phases:
             if phase.action is not None:
                 stage, micro_batch = phase.action
