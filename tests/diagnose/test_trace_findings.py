@@ -8,7 +8,9 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.config import load_config
 from meshwright.diagnose.finding import CAUSES, Finding
+from meshwright.diagnose.run.change_cost import change_settings
 from meshwright.diagnose.trace.diagnose import TraceDiagnosis, diagnose_traces
 from meshwright.errors import ConfigError
 from tests.diagnose.synthetic_traces import TraceBuilder
@@ -110,6 +112,46 @@ def test_exposed_all_reduces(tmp_path: Path, name: str) -> None:
     assert sizes == ([4000.0] if "sizes" in name or name == "small buckets" else sizes)
 
 
+@pytest.mark.parametrize(
+    ("name", "kind", "axes", "expected"),
+    [
+        ("late start", "AllReduce", "replicate", ("ddp.bucket_cap_mb = 25.0",)),
+        ("one bucket", "AllReduce", "replicate", ("ddp.bucket_cap_mb = 23.8",)),
+        ("small buckets", "AllReduce", "replicate", ("ddp.bucket_cap_mb = 25.0",)),
+        ("partial overlap", "AllReduce", "replicate", ()),
+        ("late start", "AllReduce", "tensor", ()),
+        ("partial overlap", "AllGather", "shard", ("fsdp.prefetch = 2",)),
+        ("partial overlap", "ReduceScatter", "shard", ()),
+        ("partial overlap", "AllGather", "tensor", ()),
+    ],
+)
+def test_settings_fit_the_collective_and_its_axis(
+    tmp_path: Path, name: str, kind: str, axes: str, expected: tuple[str, ...]
+) -> None:
+    """DDP has no prefetching, prefetching hides all-gathers alone, and tensor parallelism has no setting."""
+    size = SMALL if name == "small buckets" else LARGE
+    args = size | {"Collective name": kind.lower(), "Process Group Name": "3"}
+    shapes = {"late start": (8, 500, 0, 6000, 6000), "one bucket": (1, 4000, 0, 6000, 6000)}
+    shapes |= {"small buckets": (60, 100, 0, 6000, 2000), "partial overlap": (8, 900, 0, 6000, 2500)}
+    number, length, gap, until, begin_at = shapes[name]
+
+    def step(trace: TraceBuilder, begin: float) -> None:
+        compute(trace, begin + 50, begin + until)
+        for index in range(number):
+            trace.collective(kind, begin + begin_at + index * (length + gap), length, **args)
+
+    finding = diagnose(tmp_path, make_trace(step, meshwright={"axes": {"3": axes}})).findings[0]
+    assert (finding.variant, finding.axis) == (name, axes)
+    assert finding.change.settings == expected
+    change_settings(load_config(overrides=["--layout.shard=parameters"] if axes == "shard" else [], ranks=2), expected)
+
+
+def test_all_reduce_of_hybrid_sharding_gets_no_setting_of_ddp(tmp_path: Path) -> None:
+    trace = make_trace(gradients(8, 500, 0, 6000, 6000, **LARGE | {"Process Group Name": "3"}))
+    trace.header["meshwright"] = {"axes": {"3": "replicate", "4": "shard"}}
+    assert diagnose(tmp_path, trace).findings[0].change.settings == ()
+
+
 def test_collectives_between_computations_do_not_overlap(tmp_path: Path) -> None:
     def step(trace: TraceBuilder, begin: float) -> None:
         for index in range(10):
@@ -121,9 +163,7 @@ def test_collectives_between_computations_do_not_overlap(tmp_path: Path) -> None
     assert "all-gather" in finding.sentence
 
 
-def test_settings_of_a_run_file_are_given_for_a_run_of_meshwright(tmp_path: Path) -> None:
-    trace = make_trace(COMMUNICATION["one bucket"], meshwright={"axes": {}})
-    assert diagnose(tmp_path, trace).findings[0].change.settings == ("ddp.bucket_cap_mb = 25",)
+def test_settings_of_a_run_file_are_not_given_for_other_programs(tmp_path: Path) -> None:
     trace = make_trace(COMMUNICATION["one bucket"])
     assert diagnose(tmp_path, trace).findings[0].change.settings == ()
 

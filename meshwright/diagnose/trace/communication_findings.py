@@ -8,9 +8,9 @@ import numpy as np
 
 from meshwright.diagnose.finding import LIMITING_SHARE, Change, Finding, MeasuredFigure
 from meshwright.diagnose.trace.breakdown import Breakdown
-from meshwright.diagnose.trace.collective_calls import CollectiveCalls
+from meshwright.diagnose.trace.collective_calls import CollectiveCalls, group_axes
 from meshwright.diagnose.trace.kineto.event_table import Mask
-from meshwright.diagnose.trace.rank_findings import CHECK, confidence, settings_for
+from meshwright.diagnose.trace.rank_findings import CHECK, confidence
 from meshwright.diagnose.trace.rank_summary import RankSummary
 from meshwright.io import format_bytes, format_seconds
 
@@ -43,14 +43,11 @@ CHANGES = {
     "that keeps this traffic within a host",
 }
 """Variant -> what to change in any trainer."""
-SETTINGS = {
-    "not bucketed": ("ddp.bucket_cap_mb = 25",),
-    "small buckets": ("ddp.bucket_cap_mb = 25",),
-    "one bucket": ("ddp.bucket_cap_mb = 25",),
-    "late start": ("fsdp.prefetch = 2",),
-    "no overlap": ("fsdp.prefetch = 2",),
-    "partial overlap": ("fsdp.prefetch = 2",),
-}
+DDP_AXES = {"replicate", "context", "control"}
+"""Axes of a run of Meshwright that reduces its gradients with DDP; with any other axis it uses FSDP2."""
+BUCKETS = 8
+"""Buckets into which the gradients of one or a few late ones are divided."""
+MIB = 1 << 20
 
 
 def find_communication(summary: RankSummary, waited: float) -> Iterator[Finding]:
@@ -102,9 +99,27 @@ def find_communication(summary: RankSummary, waited: float) -> Iterator[Finding]
         axis=axis,
         phase="backward" if kind in ("all-reduce", "reduce-scatter") else "",
         evidence=tuple(evidence),
-        change=Change(settings_for(summary.header, *SETTINGS.get(variant, ())), CHANGES[variant]),
+        change=Change(settings(summary, kind, axis, variant), CHANGES[variant]),
         check=CHECK,
     )
+
+
+def settings(summary: RankSummary, kind: str, axis: str, variant: str) -> tuple[str, ...]:
+    """Lines of a run file for a trace that Meshwright recorded: those of DDP for its all-reduces, those of FSDP2 for its
+    all-gathers. Other axes have no setting that helps.
+    """
+    names = {name for axes in group_axes(summary.header).values() for name in axes.split("+")}
+    if kind == "all-gather" and "shard" in axis.split("+") and variant not in (*LATENCY_BOUND, "slow link"):
+        return ("fsdp.prefetch = 2",)
+    if kind != "all-reduce" or "replicate" not in axis.split("+") or not names <= DDP_AXES:
+        return ()
+    if variant in LATENCY_BOUND:
+        return ("ddp.bucket_cap_mb = 25.0",)
+    calls = summary.calls
+    gradients = float(calls.message_bytes[calls.of_kind(kind)].sum()) / summary.step_count / MIB
+    if variant in ("one bucket", "late start") and gradients >= BUCKETS:
+        return (f"ddp.bucket_cap_mb = {min(25.0, round(gradients / BUCKETS, 1))}",)
+    return ()
 
 
 def avoidable(breakdown: Breakdown, variant: str, exposed: float) -> float:

@@ -192,7 +192,6 @@ def find_bubble(ranks: list[RankSummary]) -> Iterator[Finding]:
     mean = float(np.mean(list(compute.values())))
     longest = max(compute, key=lambda rank: compute[rank])
     is_uneven = len(ranks) > 1 and compute[longest] > IMBALANCE * mean
-    header = ranks[0].header
     yield Finding(
         "bubble",
         "imbalance" if is_uneven else "fill and drain",
@@ -214,10 +213,9 @@ def find_bubble(ranks: list[RankSummary]) -> Iterator[Finding]:
             MeasuredFigure("longest compute of a stage per step", compute[longest], "s", mean, "mean of the stages"),
         ),
         change=Change(
-            () if is_uneven else settings_for(header, 'pipeline.schedule = "zero-bubble"'),
-            f"move layers from the stage of rank {longest} to the others"
+            action=f"move layers from the stage of rank {longest} to the others"
             if is_uneven
-            else "more micro-batches per step, or an interleaved or zero-bubble schedule",
+            else "more micro-batches per step (a smaller batch.micro), or an interleaved or zero-bubble schedule",
         ),
         check=CHECK,
     )

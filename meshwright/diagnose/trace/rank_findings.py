@@ -13,6 +13,8 @@ from meshwright.diagnose.trace.kineto.event_table import Kind
 
 SMALL_KERNEL = 10.0
 """Microseconds; a kernel that is shorter takes less time than the host needs to launch it."""
+COMPILED = r"^(?:Torch-Compiled Region|CompiledFunction|triton_)"
+"""Operators and kernels of code that torch.compile has compiled."""
 CHECK = "meshwright diagnose TRACE"
 """on a trace of the changed program"""
 
@@ -118,6 +120,7 @@ def find_launch(timeline: RankTimeline, breakdown: Breakdown) -> Iterator[Findin
     )
     if optimizer > 0.3:
         action = f"{optimizer:.0%} of it is in the optimizer: fused=True or foreach=True; " + action
+    compiled = bool(timeline.trace.events.named(COMPILED).any())
     is_small = small > 0.5
     median = float(np.median(kernels)) / 1e6 if len(kernels) else 0.0
     yield Finding(
@@ -140,7 +143,7 @@ def find_launch(timeline: RankTimeline, breakdown: Breakdown) -> Iterator[Findin
                 "device idle behind the host, per step", seconds / steps, "s", breakdown.seconds / steps, "step time"
             ),
         ),
-        change=Change(settings_for(timeline.trace.header, "compile.enabled = true"), action),
+        change=Change(settings_for(timeline.trace.header, *(() if compiled else ("compile.enabled = true",))), action),
         check=CHECK,
     )
 
