@@ -43,7 +43,7 @@ CHANGES = {
     "that keeps this traffic within a host",
 }
 """Variant -> what to change in any trainer."""
-DDP_AXES = {"replicate", "context", "control"}
+DDP_AXES = {"replicate", "context", "optimizer"}
 """Axes of a run of Meshwright that reduces its gradients with DDP; with any other axis it uses FSDP2."""
 BUCKETS = 8
 """Buckets into which the gradients of one or a few late ones are divided."""
@@ -105,7 +105,7 @@ def find_communication(summary: RankSummary, waited: float) -> Iterator[Finding]
 
 
 def settings(summary: RankSummary, kind: str, axis: str, variant: str) -> tuple[str, ...]:
-    """Lines of a run file for a trace that Meshwright recorded: those of DDP for its all-reduces, those of FSDP2 for its
+    """Lines of a run file for a trace of Meshwright: those of DDP for its all-reduces, those of FSDP2 for its
     all-gathers. Other axes have no setting that helps.
     """
     names = {name for axes in group_axes(summary.header).values() for name in axes.split("+")}
