@@ -54,5 +54,6 @@ def explanation(difference: RunDifference, names: tuple[str, str]) -> list[str]:
     broken = [name for name, equal in zip(names, difference.reproduced, strict=True) if not equal]
     return [
         f"the replay of {' and of '.join(broken)} is not equal to what the run recorded: its steps depended on "
-        "something else, such as memory that was corrupted, or an operation that is not deterministic"
+        "something else, such as memory that was corrupted, or an operation that is not deterministic (on CUDA, "
+        "precision.deterministic is off by default)"
     ]

@@ -147,6 +147,7 @@ def make_replay(
         join_modules([result.detail for result in results]),
         samples,
         notes,
+        run.is_deterministic(step),
     )
 
 

@@ -91,6 +91,11 @@ class ReplaySource:
             return self.config
         return replace(self.config, steps=steps)
 
+    def is_deterministic(self, step: int) -> bool:
+        """Whether the step was recorded with deterministic algorithms; by default, only a CPU uses them."""
+        chosen = self.config.precision.deterministic
+        return self.records.start_of(step).get("device", "cpu") == "cpu" if chosen is None else chosen
+
     def layout_note(self, step: int) -> str:
         """A note if the step was recorded on another layout than that of the replay; else ''."""
         recorded, now = self.records.start_of(step).get("layout"), str(Layout.from_config(self.config.layout))

@@ -92,6 +92,8 @@ class StepReplay:
     samples: list[SampleDetail]
     """in the order of the stream"""
     notes: list[str] = field(default_factory=list)
+    deterministic: bool = True
+    """whether the run used deterministic algorithms, so that a replay is bitwise equal to the record"""
 
     @property
     def equals_record(self) -> bool | None:

@@ -19,10 +19,13 @@ from torch import nn
 from meshwright import train
 from meshwright.cli import main
 from meshwright.errors import ConfigError, NumericsError
+from meshwright.history.run_history import RunHistory
 from meshwright.launch.user_code.user_code import UserCode
-from meshwright.observe.replay_text import describe_replay
+from meshwright.observe.replay_text import compare_text, describe_replay
+from meshwright.replay.records import RunRecords
 from meshwright.replay.replay import replay_step
-from meshwright.replay.step_detail import SampleDetail, find_culprit
+from meshwright.replay.start import ReplaySource
+from meshwright.replay.step_detail import SampleDetail, StepReplay, find_culprit
 from meshwright.telemetry.run_folder import RunFolder
 
 SAVES = ("--checkpoint.every=4", "--checkpoint.seconds=0", "--checkpoint.mode=sync", "--checkpoint.keep=2")
@@ -124,6 +127,28 @@ def test_replay_of_an_extended_and_of_a_forked_run_has_the_settings_of_the_step(
     with pytest.raises(ConfigError, match="earlier steps had the settings before the fork at step 8"):
         replay_step(folder, 5)
     assert replay_step(folder, 9).equals_record
+
+
+@pytest.mark.parametrize(
+    ("settings", "device", "expected"),
+    [
+        ((), "cpu", "NOT equal to the record, from step 3 on; in this step loss 2.0 (recorded 2.5)"),
+        ((), "NVIDIA H100", "the run did not use deterministic algorithms (precision.deterministic)"),
+        (("--precision.deterministic=true",), "NVIDIA H100", "NOT equal to the record"),
+    ],
+)
+def test_replay_that_differs_tells_a_run_without_deterministic_algorithms(tmp_path, settings, device, expected):
+    events = [{"kind": "start", "device": device}, {"kind": "step", "step": 3, "loss": 2.5, "seconds": 0.1}]
+    head = {"attempt": 1, "rank": 0, "time": 1.0}
+    lines = [json.dumps(event | head, separators=(",", ":")) + "\n" for event in events]
+    (tmp_path / "events").mkdir()
+    (tmp_path / "events" / "rank-00000.jsonl").write_text("".join(lines))
+    folder = RunFolder(tmp_path)
+    source = ReplaySource(folder, small_config(*settings), {}, RunRecords(RunHistory(folder)))
+    numbers = (2.0, 1.0, 0.1, 8, None, False)
+    differences = {"loss": (2.0, 2.5)}
+    replay = StepReplay(3, "", 3, "replicate 2", *numbers, source.records.steps[3], differences, 3, [], [], [])
+    assert expected in compare_text(replace(replay, deterministic=source.is_deterministic(3)))
 
 
 def test_replay_of_a_step_that_is_not_finite_names_the_module_and_goes_on(tmp_path):
