@@ -41,7 +41,9 @@ def compare_text(replay: StepReplay) -> str:
     pairs = (f"{key} {now} (recorded {then})" for key, (now, then) in replay.differences.items())
     here = "; in this step " + ", ".join(pairs) if replay.differences else ""
     if not replay.deterministic:
-        why = "the run did not use deterministic algorithms (precision.deterministic), so that the last digits may differ"
+        why = (
+            "the run did not use deterministic algorithms (precision.deterministic), so that the last digits may differ"
+        )
         return f"not bitwise equal to the record, from step {replay.parted_at} on{here}; {why}"
     return f"NOT equal to the record, from step {replay.parted_at} on{here}"
 
