@@ -20,6 +20,9 @@ MAX_JSON_BYTES = 16 << 20
 """Size limit of a JSON file in a run folder."""
 GZIP_LEVEL = 4
 """Higher levels take several times as long for a few percent."""
+MAX_GZIP_RATIO, MIN_GZIP_TEXT = 64, 64 << 20
+"""A compressed trace is read up to this many times its size, or MIN_GZIP_TEXT bytes: traces compress 10 to 30 times, and
+a file that compresses more would take minutes for a few megabytes."""
 MAX_JSON_VALUES = 1 << 20
 """Limit of the values in a JSON file: a value of two bytes in a file takes a hundred in memory."""
 MAX_JSON_DEPTH = 64
@@ -47,6 +50,11 @@ def open_descriptor(path: str | Path, flags: int, *, follow: bool = False) -> in
 def open_regular_file(path: Path, *, follow: bool = False) -> BinaryIO:
     """Opens a regular file for reading; see `open_descriptor`."""
     return open(open_descriptor(path, os.O_RDONLY, follow=follow), "rb")
+
+
+def gzip_text_limit(file: BinaryIO) -> int:
+    """Returns how many bytes of text are read of an open gzip file, which is untrusted."""
+    return max(MIN_GZIP_TEXT, MAX_GZIP_RATIO * os.fstat(file.fileno()).st_size)
 
 
 def create_file(path: Path, flags: int = os.O_WRONLY) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.checkpoint.listing import CheckpointEntry, RunLineage, list_published, open_run_store
-from meshwright.config import RunConfig, TrackersConfig, config_from_dict
+from meshwright.config import MetricsConfig, ProfileConfig, RunConfig, TrackersConfig, config_from_dict
 from meshwright.diagnose.finding import Finding
 from meshwright.diagnose.run.change_cost import change_settings, changes_numbers
 from meshwright.diagnose.run.diagnose import diagnose_run
@@ -121,6 +121,8 @@ def trial_config(config: RunConfig, steps: int, saves: bool) -> RunConfig:
         config,
         steps=steps,
         trackers=TrackersConfig(),
+        metrics=MetricsConfig(),
+        profile=ProfileConfig(),
         eval=replace(config.eval, every=0),
         launch=replace(config.launch, restarts=0),
         checkpoint=config.checkpoint if saves else replace(config.checkpoint, mode="off"),

@@ -97,9 +97,12 @@ class RunLineage:
 
     @classmethod
     def from_identity(cls, identity: dict[str, Any]) -> RunLineage:
-        """The lineage that identity.json records."""
-        last_steps = {int(timeline): int(step) for timeline, step in identity.get("until", {}).items()}
-        return cls(str(identity.get("run", "")), int(identity.get("timeline", 1)), last_steps)
+        """The lineage that identity.json records. Raises a ValueError, TypeError or AttributeError if it has none."""
+        try:
+            last_steps = {int(timeline): int(step) for timeline, step in identity.get("until", {}).items()}
+            return cls(str(identity.get("run", "")), int(identity.get("timeline", 1)), last_steps)
+        except OverflowError:  # JSON may contain Infinity
+            raise ValueError("a number is not finite") from None
 
 
 def open_run_store(folder: RunFolder) -> PosixStore:

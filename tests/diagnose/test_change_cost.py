@@ -6,7 +6,8 @@ import pytest
 from fake_machine import write_machine
 from synthetic_run import SyntheticRun
 
-from meshwright.config import load_config
+from meshwright.api.diagnosis import trial_config
+from meshwright.config import MetricsConfig, ProfileConfig, load_config
 from meshwright.diagnose.finding import Change, Finding
 from meshwright.diagnose.run.change_cost import change_settings, changes_numbers, with_costs
 from meshwright.diagnose.run.timed_steps import timed_steps
@@ -68,3 +69,11 @@ def test_identity_settings_change_the_numbers_and_placement_does_not():
     assert not changes_numbers(config, change_settings(config, ("data.workers = 2", 'checkpoint.mode = "sync"')))
     with pytest.raises(ConfigError, match=r"batch\.micro = 5"):
         change_settings(config, ("batch.micro = 5",))
+
+
+def test_trial_neither_serves_nor_pushes_metrics_nor_profiles():
+    """The settings may come from somebody else, and the port may be that of a run."""
+    config = load_config(overrides=["metrics.port=9400", "metrics.otlp=http://127.0.0.1:9", "profile.steps=1:3"])
+    trial = trial_config(config, 20, saves=False)
+    assert (trial.metrics, trial.profile) == (MetricsConfig(), ProfileConfig())
+    assert trial.steps == 20

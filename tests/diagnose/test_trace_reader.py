@@ -255,6 +255,18 @@ def test_text_beyond_the_limit_is_not_read(monkeypatch: pytest.MonkeyPatch, tmp_
     assert len(read.events) > 100
 
 
+def test_text_beyond_many_times_the_compressed_size_is_not_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr("meshwright.io.MIN_GZIP_TEXT", 1 << 16)
+    event = b'{"ph": "X", "cat": "kernel", "name": "a", "pid": 1, "tid": 1, "ts": 1, "dur": 1},'
+    path = tmp_path / "bomb.json.gz"
+    path.write_bytes(gzip.compress(b'{"traceEvents": [' + event * 20_000, 9))
+    read = read_trace(path)
+    assert any("of text; the rest is not read" in note for note in read.notes)
+    assert 100 < len(read.events) < 64 * path.stat().st_size / 80
+
+
 @pytest.mark.long
 def test_a_trace_of_one_gigabyte_takes_bounded_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     """3 million events of 350 bytes: their columns take 33 bytes each."""

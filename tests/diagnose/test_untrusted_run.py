@@ -9,6 +9,8 @@ from synthetic_run import SyntheticRun
 
 from meshwright.diagnose.finding import CAUSES
 from meshwright.diagnose.run.diagnose import diagnose_run
+from meshwright.diagnose.run.step_time import profiled_steps
+from meshwright.errors import ConfigError
 from meshwright.history.run_history import RunHistory
 from meshwright.telemetry.run_folder import RunFolder
 
@@ -61,3 +63,25 @@ def test_steps_that_are_recorded_twice_or_out_of_order(tmp_path):
     lines = path.read_text().splitlines(keepends=True)
     path.write_text("".join([*lines[10:], *lines[:20], *lines[10:12]]))
     assert diagnose_run(RunHistory(RunFolder(job.folder)))
+
+
+def test_profiles_are_read_once_and_never_through_a_link(tmp_path, monkeypatch):
+    read: list[list[str]] = []
+
+    def diagnose_traces(paths):
+        read.append([path.name for path in paths])
+        raise ConfigError("no trace", "expected a trace")
+
+    monkeypatch.setattr(profiled_steps, "diagnose_traces", diagnose_traces)
+    history = SyntheticRun(tmp_path).history()
+    trace = history.folder.trace
+    trace.mkdir(exist_ok=True)
+    name = "rank-{:05d}.steps-10-12.a0001.json.gz".format
+    (trace / name(0)).write_bytes(b"")
+    (trace / name(1)).symlink_to("/etc/hostname")
+    for _ in range(3):
+        assert list(profiled_steps.find(history)) == []
+    assert read == [[name(0)]]
+    (trace / name(0)).write_bytes(b"more")
+    assert list(profiled_steps.find(history)) == []
+    assert len(read) == 2

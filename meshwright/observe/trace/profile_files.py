@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import ConfigError
-from meshwright.io import open_regular_file, parse_json
+from meshwright.io import gzip_text_limit, open_regular_file, parse_json
 from meshwright.telemetry.events import Event
 from meshwright.telemetry.run_folder import RunFolder
 from meshwright.telemetry.span_reader import RankPlace, parse_place
@@ -109,9 +109,10 @@ class ProfileReader:
 
     def _chunks(self) -> Iterator[str]:
         """Yields the text in chunks of bounded size."""
-        decoder, left = codecs.getincrementaldecoder("utf-8")("replace"), MAX_TEXT
+        decoder = codecs.getincrementaldecoder("utf-8")("replace")
         try:
             with open_regular_file(self.profile.path) as file, gzip.GzipFile(fileobj=file) as text:
+                left = min(MAX_TEXT, gzip_text_limit(file))
                 while left > 0 and (chunk := text.read(CHUNK)):
                     left -= len(chunk)
                     yield decoder.decode(chunk)

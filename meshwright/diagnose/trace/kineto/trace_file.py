@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import BinaryIO
 
 from meshwright.errors import ConfigError
-from meshwright.io import open_regular_file
+from meshwright.io import format_bytes, gzip_text_limit, open_regular_file
 
 CHUNK = 1 << 17
 """Bytes of text that are scanned at a time: they stay in the cache of a core."""
@@ -35,13 +35,14 @@ class TraceFile:
             ) from None
 
     def limited(self, file: BinaryIO) -> Iterator[bytes]:
-        """Yields the text of an open file up to MAX_TEXT bytes."""
+        """Yields the text of an open file up to MAX_TEXT bytes, or fewer of a small compressed one."""
         start = file.peek(2)[:2] if hasattr(file, "peek") else b""
-        total = 0
-        for chunk in self.decompressed(file) if start == GZIP_MAGIC else iter(lambda: file.read(CHUNK), b""):
+        total, is_compressed = 0, start == GZIP_MAGIC
+        limit = min(MAX_TEXT, gzip_text_limit(file)) if is_compressed else MAX_TEXT
+        for chunk in self.decompressed(file) if is_compressed else iter(lambda: file.read(CHUNK), b""):
             total += len(chunk)
-            if total > MAX_TEXT:
-                self.notes.append(f"the trace has more than {MAX_TEXT >> 30} GiB of text; the rest is not read")
+            if total > limit:
+                self.notes.append(f"the trace has more than {format_bytes(limit)} of text; the rest is not read")
                 return
             yield chunk
 
