@@ -21,8 +21,8 @@ MAX_JSON_BYTES = 16 << 20
 GZIP_LEVEL = 4
 """Higher levels take several times as long for a few percent."""
 MAX_GZIP_RATIO, MIN_GZIP_TEXT = 64, 64 << 20
-"""A compressed trace is read up to this many times its size, or MIN_GZIP_TEXT bytes: traces compress 10 to 30 times, and
-a file that compresses more would take minutes for a few megabytes."""
+"""A compressed trace is read up to this many times its size, or MIN_GZIP_TEXT bytes: traces compress 10 to 30 times,
+and a file that compresses more would take minutes for a few megabytes."""
 MAX_JSON_VALUES = 1 << 20
 """Limit of the values in a JSON file: a value of two bytes in a file takes a hundred in memory."""
 MAX_JSON_DEPTH = 64

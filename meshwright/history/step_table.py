@@ -279,6 +279,8 @@ class StepRows:
 
 CHUNK = 512
 """Records that are converted at once."""
+MIN_SECONDS = 1e-9
+"""No step is shorter: the clock counts nanoseconds."""
 MAX_SECONDS = 1e6
 """A longer step is not a step."""
 NO_TABLE: dict[str, Any] = {}
@@ -319,7 +321,7 @@ def clean_rows(raw: list[list[Any]]) -> NDArray[np.float64]:
     # A record without `begin` is written when the step ends.
     np.copyto(begin, rows[:, INDEX["time"]] - seconds, where=np.isnan(begin))
     np.copyto(exposed, rows[:, INDEX["phases.sync"]], where=np.isnan(exposed))
-    valid = (seconds > 0) & (seconds < MAX_SECONDS)
+    valid = (seconds >= MIN_SECONDS) & (seconds < MAX_SECONDS)
     for name in ("step", "attempt"):
         numbers = rows[:, INDEX[name]]
         valid &= (numbers >= 0) & (numbers < 1 << 53) & (numbers == np.floor(numbers))

@@ -172,10 +172,11 @@ def test_labels_from_records_cannot_break_the_format(tmp_path):
     assert value(samples, "memory_at_peak_bytes", **{"rank": "0", "class": "?"}) == 1
 
 
-def test_folder_that_is_not_complete_has_the_metrics_that_are_known(tmp_path):
+@pytest.mark.parametrize("identity", ["[]", '{"timeline": Infinity}', '{"until": {"1": 1e999}}'])
+def test_folder_that_is_not_complete_has_the_metrics_that_are_known(tmp_path, identity):
     folder = record_run(tmp_path / "run", ranks=1, steps=0)
     folder.plan_file.unlink()
-    folder.identity_file.write_text("[]")
+    folder.identity_file.write_text(identity)
     samples = parse_samples(collector_of(folder).encode(TEXT).decode())
     assert value(samples, "run_state", state="starting") == 1
     assert ("meshwright_loss", ()) not in samples
