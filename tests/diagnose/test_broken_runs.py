@@ -9,7 +9,9 @@ import numpy as np
 import pytest
 from recorded_run import RecordedRun
 
+from meshwright.diagnose.finding import Finding
 from meshwright.diagnose.run import crashes, hangs, numerics, replayed_samples
+from meshwright.diagnose.run.diagnose import order_findings
 from meshwright.diagnose.run.diagnose import diagnose_run
 from meshwright.diagnose.run.loss_trend import find_divergence, find_spikes
 from meshwright.history.signals import read_signals
@@ -103,7 +105,7 @@ def test_falling_loss_scale_is_an_overflow_with_the_scale_that_worked(run):
     run.end()
     (finding,) = numerics.find(run.history())
     assert (finding.variant, finding.step, finding.share) == ("overflow", 0, 0.3)
-    assert finding.change.settings == ("precision.loss_scale = 2.09715e+06",)
+    assert finding.change.settings == ("precision.loss_scale = 2097152.0",)
 
 
 def test_overflow_at_the_usual_growth_of_the_loss_scale_is_healthy(run):
@@ -187,6 +189,22 @@ def test_hang_names_the_rank_and_those_that_wait_for_it(run):
     assert (finding.variant, finding.rank, finding.step, finding.phase) == ("no progress", 2, 6, "fetch")
     assert finding.sentence.endswith("ranks 0, 1 wait in step control vector")
     assert list(crashes.find(run.history())) == []
+
+
+def test_hang_that_the_run_has_survived_is_ordered_by_the_time_that_it_cost(run):
+    run.begin()
+    run.steps(0, noisy(10))
+    run.time += 7.0
+    run.end("hang", rank=1, step=10, phase="fetch", message="rank 1 has made no progress for 7.0 s")
+    run.time += 1.0
+    run.begin(step=8)
+    run.steps(8, noisy(118))
+    run.end()
+    (finding,) = hangs.find(run.history())
+    assert finding.survived
+    assert finding.share == pytest.approx((7 + 1 + 0.2) / (1 + 7 + 1 + 11.8))
+    slower = Finding("data", "loader", "", 0.5, "high")
+    assert order_findings([finding, slower]) == [slower, finding]
 
 
 def test_run_that_waits_for_a_rank_now_is_a_hang_in_progress(run, monkeypatch):

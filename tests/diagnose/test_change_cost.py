@@ -59,6 +59,20 @@ def test_change_that_does_not_fit_the_other_settings_becomes_advice(tmp_path):
     assert "batch.micro = 5" in change.action
 
 
+def test_change_that_the_planner_predicts_to_be_slower_becomes_advice(tmp_path, home):
+    write_machine(home)
+    job = SyntheticRun(tmp_path, *PIPELINE, "--batch.micro=2")
+    job.write_plan(**predict_run(job.config, 1, "cpu").record)
+    change = costed(job, "batch.micro = 8")
+    assert (change.settings, change.predicted_seconds) == ((), None)
+    assert "the planner predicts that batch.micro = 8 takes" in change.action
+
+
+@pytest.mark.parametrize("line", ["fsdp.prefetch = 2", "data.workers = 0", "optimizer.momentum = 0.5"])
+def test_settings_that_the_run_has_or_does_not_use_are_not_proposed(tmp_path, line):
+    assert costed(SyntheticRun(tmp_path), line, cause="communication").settings == ()
+
+
 def test_change_of_a_broken_run_has_no_predicted_time(tmp_path):
     assert costed(SyntheticRun(tmp_path), "optimizer.lr = 0.001", cause="numerics").predicted_seconds is None
 

@@ -106,7 +106,8 @@ def test_few_micro_batches_leave_a_bubble(run):
     (finding,) = bubble.find(job.history())
     assert finding.variant == "fill and drain"
     assert finding.change.settings == ("batch.micro = 8",)
-    assert finding.share == pytest.approx(1 - (1 - 1 / 3) / (1 - 1 / 9))
+    passes = 0.135 / 0.143  # the rest is fetch and update
+    assert finding.share == pytest.approx(passes * (1 - (1 - 1 / 3) / (1 - 1 / 9)))
 
 
 def test_full_pipeline_with_even_stages_has_no_finding(run):

@@ -142,7 +142,26 @@ def test_tensor_parallelism_across_hosts_is_wrongly_placed(run):
     job.waits = lambda _rank, _step: {"forward": 0.02, "backward": 0.03}
     job.other_events = [counters("tensor", "all_gather", 40 * MIB)]
     (finding,) = communication.find(job.history())
-    assert (finding.variant, finding.axis) == ("wrong placement", "tensor")
+    assert (finding.variant, finding.axis, finding.change.settings) == ("wrong placement", "tensor", ())
+    assert "host by host" in finding.change.action
+
+
+@pytest.mark.parametrize(
+    ("hosts", "variant", "expected"),
+    [
+        ("aaabbb", "wrong placement", ("layout.tensor = 3", "layout.replicate = 2")),
+        ("aabbcc", "wrong placement", ("layout.tensor = 2", "layout.replicate = 3")),
+        ("aaaaaa", "volume", ("layout.tensor = 3", "layout.replicate = 2")),
+    ],
+)
+def test_smaller_tensor_degree_keeps_the_number_of_ranks(run, hosts, variant, expected):
+    sizes = ("--model.width=96", "--model.heads=6", "--model.kv_heads=6", "--model.ffn=192", "--model.vocab=258")
+    job = run(*sizes, "--data.sequence=96", "--layout.replicate=1", "--layout.tensor=6", ranks=6)
+    job.start["hosts"] = list(hosts)
+    job.waits = lambda _rank, _step: {"forward": 0.02, "backward": 0.03}
+    job.other_events = [counters("tensor", "all_gather", 40 * MIB)]
+    (finding,) = communication.find(job.history())
+    assert (finding.variant, finding.change.settings) == (variant, expected)
 
 
 def counters(axis, collective, wire):
@@ -174,6 +193,19 @@ def test_skewed_routing_under_expert_parallelism(run):
     assert (finding.variant, finding.axis) == ("skewed routing", "expert")
 
 
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ((), ("model.router_bias_rate = 0.01", "model.router_aux_loss = 0.001")),
+        (("--model.router_bias_rate=0.05",), ("model.router_bias_rate = 0.1", "model.router_aux_loss = 0.001")),
+        (("--model.router_bias_rate=0.2",), ("model.router_aux_loss = 0.001",)),
+    ],
+)
+def test_load_balancing_becomes_stronger_never_weaker(run, settings, expected):
+    (finding,) = experts(run, [[0, 50, 50, 0]], *settings)
+    assert finding.change.settings == expected
+
+
 def test_even_routing_has_no_finding(run):
     assert not experts(run, [[30, 20, 28, 22]], "--layout.expert=2")
 
@@ -195,6 +227,13 @@ def test_synchronous_saves_to_a_slow_disk(run):
 def test_synchronous_saves_to_a_fast_disk(run):
     (finding,) = saves(run, 0.5, 0.5, "--checkpoint.mode=sync")
     assert finding.variant == "synchronous saves"
+
+
+@pytest.mark.parametrize(("seconds", "expected"), [(0, ()), (2, ("300.0",)), (600, ("2400.0",))])
+def test_frequent_saves_become_rarer_by_every_trigger(run, seconds, expected):
+    (finding,) = saves(run, 0.5, 0.5, f"--checkpoint.seconds={seconds}")
+    by_time = tuple(f"checkpoint.seconds = {value}" for value in expected)
+    assert finding.change.settings == ("checkpoint.every = 40", *by_time)
 
 
 def test_slow_disk_that_nobody_waits_for_is_not_reported(run):

@@ -16,6 +16,7 @@ from meshwright.planner.calibration.estimator import estimate
 from meshwright.planner.calibration.run_prediction import find_cluster
 from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.topology.unsupported import validate
+from meshwright.topology.unused_settings import unused_settings
 
 UNCHANGED = 1e-3
 """A predicted ratio this close to 1 means that the planner does not model the setting."""
@@ -35,17 +36,26 @@ def changes_numbers(config: RunConfig, changed: RunConfig) -> bool:
 
 
 def with_costs(finding: Finding, history: RunHistory, steps: TimedSteps) -> Finding:
-    """A finding of slow steps with the predicted step time after its change; what breaks a run is not about time."""
+    """A finding of slow steps with the predicted step time after its change; what breaks a run is not about time.
+    Settings that the run cannot take, or that the planner predicts to be no faster, become advice.
+    """
     change = finding.change
-    if not change.settings or change.predicted_seconds is not None or finding.cause in BROKEN or not finding.share:
+    if not change.settings:
         return finding
     try:
         changed = change_settings(steps.config, change.settings)
     except ConfigError:  # the change does not fit the rest of the settings
         action = change.action or f"try {', '.join(change.settings)} with a layout and batch that allow it"
         return replace(finding, change=Change(action=action))
+    if changed == steps.config or len(unused_settings(changed)) > len(unused_settings(steps.config)):
+        return replace(finding, change=replace(change, settings=()))  # the run has them, or would not use them
+    if change.predicted_seconds is not None or finding.cause in BROKEN or not finding.share:
+        return finding
     planned = planned_ratio(history, steps, changed)
-    if planned is not None and abs(planned - 1) > UNCHANGED:
+    if planned is not None and planned > 1 + UNCHANGED:
+        advice = f"the planner predicts that {', '.join(change.settings)} takes {planned:.2f} times as long"
+        return replace(finding, change=Change(action=f"{change.action}; {advice}" if change.action else advice))
+    if planned is not None and planned < 1 - UNCHANGED:
         seconds, source = steps.duration * planned, "planner"
     else:
         seconds, source = steps.duration * (1 - finding.share), "measured share"

@@ -6,7 +6,7 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 
-from meshwright.diagnose.finding import Change, Confidence, Finding, MeasuredFigure
+from meshwright.diagnose.finding import LIMITING_SHARE, Change, Confidence, Finding, MeasuredFigure
 from meshwright.diagnose.run.hangs import is_hang
 from meshwright.diagnose.run.lost_time import share_lost
 from meshwright.errors import DataError, NumericsError
@@ -14,8 +14,6 @@ from meshwright.history.attempts import AttemptHistory
 from meshwright.history.run_history import RunHistory
 from meshwright.recover.incidents import Incident, format_samples
 
-MIN_SHARE = 0.03
-"""The share of the run's time from which on failures that the run survived are reported."""
 MAX_MESSAGE = 300
 
 
@@ -32,7 +30,7 @@ def find(history: RunHistory) -> Iterator[Finding]:
     newest = failed[-1]
     share = share_lost(history, *failed)
     survived = newest is not history.newest_attempt and history.attempts[-1].done > newest.done
-    if not survived or share >= MIN_SHARE:
+    if not survived or share >= LIMITING_SHARE:
         yield replace(describe_crash(history, newest, failed, share), survived=survived)
 
 

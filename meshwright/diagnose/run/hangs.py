@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshwright.diagnose.finding import Change, Finding, MeasuredFigure
 from meshwright.diagnose.run.lost_time import share_lost
@@ -38,7 +38,9 @@ def find(history: RunHistory) -> Iterator[Finding]:
     yield from find_current(history)
     hung = [attempt for attempt in history.attempts if attempt.incident is not None and is_hang(attempt.incident)]
     if hung:
-        yield describe_hang(history, hung[-1], len(hung))
+        newest = hung[-1]
+        survived = newest is not history.newest_attempt and history.attempts[-1].done > newest.done
+        yield replace(describe_hang(history, newest, hung), survived=survived)
 
 
 def find_current(history: RunHistory) -> Iterator[Finding]:
@@ -92,7 +94,7 @@ def find_mismatch(ranks: list[RankLocation]) -> tuple[RankLocation, RankLocation
     return None
 
 
-def describe_hang(history: RunHistory, attempt: AttemptHistory, count: int) -> Finding:
+def describe_hang(history: RunHistory, attempt: AttemptHistory, hung: list[AttemptHistory]) -> Finding:
     incident = attempt.incident
     assert incident is not None
     ranks = locations(incident)
@@ -115,7 +117,7 @@ def describe_hang(history: RunHistory, attempt: AttemptHistory, count: int) -> F
         waits = f"; {waits_text(waiting)} in {', '.join(names)}" if waiting and "wait" not in what else ""
         what = f"attempt {attempt.number} hangs {incident.when}: {what}{waits}"
         action = f"see where rank {rank} is: {last_frame(incident.stack) or attempt_log(history, attempt, rank)}"
-    evidence = [MeasuredFigure("attempts that hang", count, "count", float(len(history.attempts)), "attempts")]
+    evidence = [MeasuredFigure("attempts that hang", len(hung), "count", float(len(history.attempts)), "attempts")]
     evidence += [
         MeasuredFigure(f"collectives entered by rank {row.rank}", row.collectives, "count") for row in ranks[:8]
     ]
@@ -123,7 +125,7 @@ def describe_hang(history: RunHistory, attempt: AttemptHistory, count: int) -> F
         "hang",
         variant,
         what,
-        share_lost(history, attempt),
+        share_lost(history, *hung),
         "high",
         rank=rank,
         step=incident.step,

@@ -10,7 +10,7 @@ from meshwright.history.run_history import RunHistory
 
 def share_lost(history: RunHistory, *attempts: AttemptHistory) -> float:
     """The share of the run's time that was lost by the end of these attempts: steps that were run again, and the time
-    until the next attempt began its first step; 1.0 if there is no next one.
+    from the last step until the next attempt began its first one; 1.0 if there is no next one.
     """
     table = history.steps()
     started = [attempt.started for attempt in history.attempts if attempt.started is not None]
@@ -25,7 +25,8 @@ def share_lost(history: RunHistory, *attempts: AttemptHistory) -> float:
         redone = rows.select(rows.step >= later[0].first_step)
         lost += float(np.nansum(redone.seconds))
         begins = table.of_attempt(later[0].number).begin
-        if attempt.ended is not None and len(begins):
-            lost += max(0.0, float(begins[0]) - attempt.ended)
+        last = float(rows.end[-1]) if len(rows) else attempt.ended
+        if last is not None and len(begins):
+            lost += max(0.0, float(begins[0]) - last)
     wall = max(ended) - min(started)
     return min(1.0, lost / wall) if wall > 0 else 1.0

@@ -106,7 +106,7 @@ def find_loss_scale(table: StepTable) -> Iterator[Finding]:
         step = int(table.step[np.flatnonzero(overflow)[0]])
         good = scale[scaled & ~table.skipped & (scale > 0)]
         settled = len(good) and not overflow[-1]
-        start = f"precision.loss_scale = {2.0 ** np.floor(np.log2(good[-1])):g}" if settled else ""
+        start = f"precision.loss_scale = {2.0 ** np.floor(np.log2(good[-1]))}" if settled else ""
         yield Finding(
             "numerics",
             "overflow",
@@ -137,7 +137,7 @@ def find_loss_scale(table: StepTable) -> Iterator[Finding]:
             "high",
             step=step,
             evidence=(MeasuredFigure("steps whose gradient is zero", vanished, "count", 0.0, "expected"),),
-            change=Change((f"precision.loss_scale = {max(65536.0, last * 1024):g}",), "bf16 needs no loss scale"),
+            change=Change((f"precision.loss_scale = {max(65536.0, last * 1024)}",), "bf16 needs no loss scale"),
             check="meshwright report RUN",
         )
 

@@ -6,13 +6,10 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from meshwright.diagnose.finding import Change, Finding, MeasuredFigure
+from meshwright.diagnose.finding import LIMITING_SHARE, Change, Finding, MeasuredFigure
 from meshwright.history.attempts import AttemptHistory
 from meshwright.history.run_history import RunHistory
 from meshwright.history.step_table import StepTable
-
-MIN_SHARE = 0.03
-"""The share of the step time from which on work that is redone is reported."""
 
 
 def find(history: RunHistory) -> Iterator[Finding]:
@@ -30,7 +27,7 @@ def find_lost_work(history: RunHistory, table: StepTable) -> Iterator[Finding]:
     redone = len(table) - len(survived)
     total = float(np.nansum(table.seconds))
     seconds = total - float(np.nansum(survived.seconds))
-    if not redone or seconds < MIN_SHARE * total:
+    if not redone or seconds < LIMITING_SHARE * total:
         return
     pairs = [
         (before, after)

@@ -46,7 +46,8 @@ def find_fill_and_drain(steps: TimedSteps) -> Iterator[Finding]:
     if bubble is None:
         return
     after, settings = best_change(steps, bubble)
-    win = 1 - (1 - bubble) / (1 - after)
+    passes = 1 - float(np.median(steps.local_seconds("fetch", "copy", "update").max(axis=0))) / steps.duration
+    win = passes * (1 - (1 - bubble) / (1 - after))  # a bubble is inside of the passes
     if win < LIMITING_SHARE or not settings:
         return
     idle = float(np.median(steps.exposed / steps.seconds))

@@ -6,12 +6,17 @@ from collections.abc import Iterator
 
 import numpy as np
 
+from meshwright.config import CheckpointConfig
 from meshwright.diagnose.finding import Change, Finding, MeasuredFigure
 from meshwright.diagnose.run.timed_steps import LIMITING_SHARE, timed_steps
 from meshwright.history.run_history import RunHistory
 
 SLOW_DISK = 100e6
 """Bytes per second of a save below which the disk is slow."""
+RARER = 4
+"""How many times as long the interval between saves becomes."""
+USUAL_SECONDS = 300.0
+"""Seconds between time-triggered saves that lose little work to a failure and cost little time."""
 SMALL_SAVE = 1.0
 """Seconds of a save, below which its bytes per second say little about the disk."""
 
@@ -34,7 +39,7 @@ def find(history: RunHistory) -> Iterator[Finding]:
     if config.mode == "sync":
         settings: tuple[str, ...] = ('checkpoint.mode = "async"',)
     else:
-        settings = (f"checkpoint.every = {4 * config.every}",) if config.every else ("checkpoint.seconds = 300.0",)
+        settings = rarer_saves(config)
     change = Change(
         settings,
         "look at the disk of the run folder" if slow else "",
@@ -60,3 +65,10 @@ def find(history: RunHistory) -> Iterator[Finding]:
         change=change,
         check="meshwright diagnose RUN --try",
     )
+
+
+def rarer_saves(config: CheckpointConfig) -> tuple[str, ...]:
+    """Longer intervals of every trigger that is in use."""
+    by_step = (f"checkpoint.every = {RARER * config.every}",) if config.every else ()
+    by_time = (f"checkpoint.seconds = {max(USUAL_SECONDS, RARER * config.seconds)}",) if config.seconds else ()
+    return by_step + by_time

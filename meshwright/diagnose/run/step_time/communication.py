@@ -16,6 +16,7 @@ from meshwright.diagnose.run.timed_steps import LIMITING_SHARE, TimedSteps, time
 from meshwright.history.run_history import RunHistory
 from meshwright.telemetry.untrusted_records import finite_number
 from meshwright.topology.collectives import wire_bytes
+from meshwright.topology.unsupported import divisors
 
 SMALL_BUCKET = 1 << 20
 """Bytes of a bucket below which its latency outweighs its transfer; DDP's own first bucket has this size."""
@@ -145,15 +146,18 @@ def wrong_placement(exposure: Exposure) -> Finding | None:
         axis for axis in ("shard", "replicate") if axis in steps.layout.active_axes and not group_hosts(steps, axis)
     ]
     per_host = steps.layout.ranks // len(set(steps.hosts))
-    degree = max(1, min(getattr(steps.layout, exposure.axis), per_host))
-    factor = getattr(steps.layout, exposure.axis) // degree
+    ranks = getattr(steps.layout, exposure.axis)
+    degree = max(n for n in divisors(ranks) if n <= max(1, per_host))
+    factor = ranks // degree
+    replicate = steps.config.layout.replicate * factor
+    order = "" if factor > 1 else ": number the ranks host by host"
     return exposure.finding(
         "wrong placement",
         f"its process groups span the hosts {', '.join(exposure.hosts[:4])}, and every layer waits for them",
         exposure.share * (1 - 1 / max(2, factor)),
         Change(
-            (f"layout.{exposure.axis} = {degree}", f"layout.replicate = {steps.config.layout.replicate * factor}"),
-            f"keep the axis {exposure.axis} within a host" + (f" instead of {inside[0]}" if inside else ""),
+            (f"layout.{exposure.axis} = {degree}", f"layout.replicate = {replicate}") if factor > 1 else (),
+            f"keep the axis {exposure.axis} within a host" + (f" instead of {inside[0]}" if inside else "") + order,
         ),
         "high",
     )
@@ -250,7 +254,7 @@ def no_overlap(exposure: Exposure) -> Finding | None:
         "no overlap",
         "the collectives of an FSDP unit take longer than the computation beside them",
         exposure.share / 2,
-        Change(settings),
+        Change(settings, "needs memory for more unsharded parameters"),
         "medium",
     )
 
@@ -270,7 +274,8 @@ def volume(exposure: Exposure) -> Finding | None:
     axis = exposure.axis.split("+")[0]
     settings: tuple[str, ...] = ()
     if axis == "tensor":
-        tensor, replicate = steps.layout.tensor // 2, steps.config.layout.replicate * 2
+        tensor = divisors(steps.layout.tensor)[-2]
+        replicate = steps.config.layout.replicate * (steps.layout.tensor // tensor)
         settings = (f"layout.tensor = {tensor}", f"layout.replicate = {replicate}")
     elif axis == "context":
         settings = (f'context.method = "{"all-to-all" if steps.config.context.method == "ring" else "ring"}"',)

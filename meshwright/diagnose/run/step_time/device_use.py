@@ -49,7 +49,7 @@ def find(history: RunHistory) -> Iterator[Finding]:
 def cause(steps: TimedSteps) -> tuple[str, str, Change]:
     """The likely reason, as far as the settings tell: (variant, sentence, change)."""
     tokens = steps.batch.micro * steps.config.data.sequence // steps.layout.context
-    if tokens < SMALL_MICRO_BATCH and steps.batch.accumulation > 1:
+    if tokens < SMALL_MICRO_BATCH and steps.batch.accumulation > 1 and steps.layout.pipeline == 1:
         micro = next(m for m in range(2 * steps.batch.micro, steps.batch.local + 1) if steps.batch.local % m == 0)
         return (
             "small kernels",

@@ -16,6 +16,8 @@ COLLAPSED = 0.5
 """Share of idle experts above which routing has collapsed: those parameters are not trained."""
 SKEWED = 2.0
 """Largest load of an expert, as a multiple of an even share, that is not reported."""
+MAX_BIAS_RATE, MAX_AUX_LOSS = 0.1, 0.1
+"""Load balancing above these rates works against the loss."""
 EXPERT_COMPUTE = 0.5
 """Assumed share of the passes that experts compute; the rest of a block is equal on all ranks."""
 
@@ -73,10 +75,11 @@ def lost_share(steps: TimedSteps, loads: np.ndarray[tuple[int, ...], np.dtype[np
 def balance_change(steps: TimedSteps) -> Change:
     """Turns load balancing on, or makes it stronger; both change the numbers."""
     model = steps.config.model
-    settings = (
-        f"model.router_bias_rate = {model.router_bias_rate * 10 if 0 < model.router_bias_rate < 0.1 else 0.01}",
-        f"model.router_aux_loss = {model.router_aux_loss * 10 or 0.001:g}",
+    strengths = (
+        ("router_bias_rate", model.router_bias_rate or 0.001, MAX_BIAS_RATE),
+        ("router_aux_loss", model.router_aux_loss or 0.0001, MAX_AUX_LOSS),
     )
+    settings = (*(f"model.{key} = {min(10 * now, most):g}" for key, now, most in strengths if now < most),)
     return Change(
         settings, "balance the load of the experts; if samples are nearly equal to each other, look at the data"
     )
