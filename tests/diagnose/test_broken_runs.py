@@ -11,8 +11,7 @@ from recorded_run import RecordedRun
 
 from meshwright.diagnose.finding import Finding
 from meshwright.diagnose.run import crashes, hangs, numerics, replayed_samples
-from meshwright.diagnose.run.diagnose import order_findings
-from meshwright.diagnose.run.diagnose import diagnose_run
+from meshwright.diagnose.run.diagnose import diagnose_run, order_findings
 from meshwright.diagnose.run.loss_trend import find_divergence, find_spikes
 from meshwright.history.signals import read_signals
 
