@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.history.account import GoodputAccount
-from meshwright.history.attempts import AttemptHistory
+from meshwright.history.attempts import FAILURES, AttemptHistory
 from meshwright.history.goodput import goodput
 from meshwright.history.run_history import RunHistory
 from meshwright.history.step_table import StepTable
@@ -31,8 +31,6 @@ STATES = {
 }
 """Every state of a run, with its meaning."""
 
-WINDOW = 50
-"""The newest steps over which rates are averaged."""
 STALL_FACTOR, STALL_SECONDS, OUTSIDE_SECONDS, START_SECONDS = 10.0, 10.0, 60.0, 600.0
 """Progress is overdue after STALL_FACTOR times the longest recent step, but not before STALL_SECONDS; between two steps
 (evaluation, save, callback) not before OUTSIDE_SECONDS, and before the first one not before START_SECONDS."""
@@ -62,7 +60,7 @@ class CommunicationSignal:
     """What communication costs rank 0 in the newest steps."""
 
     exposed_seconds: float | None
-    """per step"""
+    """per step, mean of the newest timed steps"""
     share: float | None
     """of the step time"""
     source: str
@@ -81,7 +79,7 @@ class RecoverySignal:
     seconds_at_risk: float | None
     """the time that these steps took"""
     restarts: int
-    """attempts after the first one"""
+    """attempts that followed a failure"""
 
 
 @dataclass(frozen=True)
@@ -106,22 +104,14 @@ def read_signals(history: RunHistory, now: float, account: GoodputAccount | None
     """The signals at `now`, in Unix seconds; `account` is the goodput account if it has been made."""
     account = account or goodput(history, now)
     table = history.steps()
-    attempt = history.newest_attempt
-    recent = recent_steps(table, attempt)
+    attempt = history.newest_attempt.number if history.newest_attempt is not None else -1
+    recent, timed = table.recent().of_attempt(attempt), table.recent_timed().of_attempt(attempt)
     progress = read_progress(history, recent, account)
     state, sentence, rank = read_state(history, recent, now)
     quiet = max(0.0, now - history.newest_record) if history.newest_record is not None else None
     return Signals(
-        state, sentence, rank, progress, read_communication(recent), read_recovery(history, table, now), quiet
+        state, sentence, rank, progress, read_communication(timed), read_recovery(history, table, now), quiet
     )
-
-
-def recent_steps(table: StepTable, attempt: AttemptHistory | None) -> StepTable:
-    """The newest steps of the newest attempt, without its first one if there are others."""
-    if attempt is None:
-        return table.select(slice(0, 0))
-    rows = table.select(slice(-WINDOW - 1, None)).of_attempt(attempt.number)
-    return rows.select(slice(1, None)) if len(rows) > 1 else rows
 
 
 def read_progress(history: RunHistory, recent: StepTable, account: GoodputAccount) -> ProgressSignal:
@@ -148,9 +138,7 @@ def span_seconds(rows: StepTable) -> float:
     return span if np.isfinite(span) and span >= float(rows.seconds.max()) else float(rows.seconds.sum())
 
 
-def read_communication(recent: StepTable) -> CommunicationSignal:
-    timed = recent.select(~recent.counted & ~recent.profiled)
-    rows = timed if len(timed) else recent
+def read_communication(rows: StepTable) -> CommunicationSignal:
     if not len(rows) or np.isnan(rows.exposed).all():
         return CommunicationSignal(None, None, rows.exposed_source)
     exposed = float(np.nanmean(rows.exposed))
@@ -170,7 +158,7 @@ def read_recovery(history: RunHistory, table: StepTable, now: float) -> Recovery
         max(0.0, now - saved) if saved is not None else None,
         max(0, done - step),
         span_seconds(rows) if len(rows) else 0.0,
-        max(0, len(history.attempts) - 1),
+        sum(earlier.outcome in FAILURES for earlier in history.attempts[:-1]),
     )
 
 
@@ -185,7 +173,7 @@ def read_state(history: RunHistory, recent: StepTable, now: float) -> tuple[str,
         return overdue
     if not attempt.steps_recorded:
         return starting_state(history, attempt)
-    where = f"step {attempt.done - 1} of {history.total_steps:,} is the newest completed one"
+    where = f"{attempt.done:,} of {history.total_steps:,} steps are done"
     newest = recent.select(slice(-SKIP_WINDOW, None))
     skipped = newest.step[newest.skipped]
     if len(skipped) >= SKIPS:
@@ -202,7 +190,7 @@ def read_state(history: RunHistory, recent: StepTable, now: float) -> tuple[str,
         factor, rank, phase = slowest["factor"] or 1.0, slowest["rank"], slowest["phase"]
         text = f"Rank {rank} is slow: {factor:.1f} times the others, most of it in {phase}"
         return "progressing", f"{text}; {where}.", rank
-    return "progressing", f"{attempt.done:,} of {history.total_steps:,} steps are done.", None
+    return "progressing", f"{where}.", None
 
 
 def ended_state(history: RunHistory, attempt: AttemptHistory, now: float) -> tuple[str, str, int | None] | None:

@@ -58,6 +58,8 @@ INDEX = {name: index for index, name in enumerate(COLUMNS)}
 FLAGS = ("skipped", "counted", "profiled")
 
 Column = NDArray[np.float64]
+RECENT_STEPS = 50
+"""How many of the newest steps the headline signals and the figures of ranks are averaged over."""
 
 
 class FloatColumn:
@@ -199,6 +201,20 @@ class StepTable:
         first = np.full(len(attempts), np.iinfo(np.int64).max)
         np.minimum.at(first, inverse, self.step)
         return self.select(~self.counted & ~self.profiled & (self.step >= first[inverse] + WARMUP_STEPS))
+
+    def recent(self) -> StepTable:
+        """The newest steps of the newest attempt, without its first one if there are others."""
+        rows = self._newest_of_attempt(RECENT_STEPS + 1)
+        return rows.select(slice(1, None)) if len(rows) > 1 else rows
+
+    def recent_timed(self) -> StepTable:
+        """The newest timed steps of the newest attempt; its newest steps if none was timed."""
+        timed = self._newest_of_attempt(2 * RECENT_STEPS).timed().select(slice(-RECENT_STEPS, None))
+        return timed if len(timed) else self.recent()
+
+    def _newest_of_attempt(self, count: int) -> StepTable:
+        rows = self.select(slice(-count, None))
+        return rows.of_attempt(rows.attempt[-1]) if len(rows) else rows
 
     def decimated(self, points: int) -> DecimatedSteps:
         """At most `points` bins of equally many rows, with the smallest, mean and largest value of every column."""

@@ -9,7 +9,7 @@ from meshwright.history.account import NANOSECONDS, AttemptAccount
 from meshwright.history.attempts import FAILURES, AttemptHistory
 from meshwright.history.run_history import RunHistory
 from meshwright.history.step_parts import PART
-from meshwright.history.step_table import StepTable
+from meshwright.history.step_table import RECENT_STEPS, StepTable
 from meshwright.telemetry.untrusted_records import bounded_object
 
 CLOCK_TOLERANCE = 2 * NANOSECONDS
@@ -20,8 +20,6 @@ MAX_SHIFT = 10**18
 OTHER_SECONDS = 5.0
 """The loop needs less time between two steps, besides evaluation, saves and callbacks."""
 OUTSIDE_PARTS = {"evaluate": "evaluation", "save": "checkpoint", "callback": "callback"}
-RECENT = 50
-"""The newest steps, which say how long a step takes."""
 
 Nanoseconds = NDArray[np.int64]
 
@@ -187,7 +185,7 @@ class TimeLine:
         heartbeat = self.history.heartbeats.get(0)
         part = OUTSIDE_PARTS.get(heartbeat.phase if heartbeat is not None else "", "stalled")
         left = self.at(now) - (self.cursor or 0)
-        longest = round(float(rows.select(slice(-RECENT, None)).seconds.max()) * NANOSECONDS)
+        longest = round(float(rows.select(slice(-RECENT_STEPS, None)).seconds.max()) * NANOSECONDS)
         if part == "stalled" and left > 0:
             step = np.array([min(left, longest)])
             for name, amount in spread(step, weights[-1:]).items():

@@ -6,7 +6,7 @@
 | straggler | of the rest, what the slowest rank took longer by itself than rank 0, if that rank is slow |
 | exposed communication | the rest |
 
-A rank is slow in a step if its own seconds (its phases without waits) are more than `launch.straggler_ratio` times the
+A rank is slow in a step if its local time (its phases without waits) are more than `launch.straggler_ratio` times the
 median of the other ranks. If rank 0 itself is slow, its excess over the median counts as straggler, too.
 """
 

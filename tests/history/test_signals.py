@@ -154,6 +154,16 @@ def test_a_straggler_is_named_while_the_run_progresses(run):
     assert "Rank 1 is slow: 2.5 times the others, most of it in forward" in found.sentence
 
 
+def test_an_attempt_that_continues_a_finished_one_is_no_restart(run):
+    run.start()
+    train(run, range(4))
+    run.save(4)
+    run.end("complete")
+    run.start(first_step=4)
+    train(run, range(4, 6))
+    assert signals(run).recovery.restarts == 0
+
+
 def test_replaying_until_the_attempt_has_passed_the_earlier_one(run):
     run.start()
     train(run, range(10))

@@ -211,10 +211,16 @@ def test_report_of_a_run_in_progress(run):
     events(run).write_text("\n".join(line for line in kept if '"kind":"end"' not in line) + '\n{"kind":"st')
     (run / "attempts" / "0001" / "incident.json").unlink()
     result = report(run)
-    assert result.status == "attempt 1, 4 of 6 steps done, no end recorded: in progress or killed"
+    assert result.status == "attempt 1, 4 of 6 steps done, no end recorded: its processes are gone"
     assert result.steps == 2
     events(run).write_text("\n".join(kept[:2]) + "\n")
     assert report(run).verdict.startswith("no step measured; bytes equal")  # as the other rank counted them
+
+
+def test_report_of_a_run_that_a_callback_stopped(run):
+    change(run, "end", lambda record: record.update(stopped="a callback"))
+    (run / "attempts" / "0001" / "incident.json").unlink()
+    assert report(run).status == "attempt 1, 6 of 6 steps done, stopped"
 
 
 def test_report_of_a_failed_run_has_its_incident(run):

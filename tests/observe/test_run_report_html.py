@@ -94,6 +94,7 @@ def test_explanation_has_the_figures_of_the_records(run):
     exposed = PHASES["sync"] + sum(WAITS.values())
     assert f"takes {format_seconds(exposed)} of the 40 ms of a step (22%)" in part(found, "Communication")
     assert "sync 4 ms" in part(found, "Communication")
+    assert found.headlines[1].figure == "22% of a step"  # the headline says the same
     assert "exposed communication 9 ms" in part(found, "Tradeoff")
     assert "number 1 of the planner's ranking" in part(found, "Tradeoff")
     assert "memory" in part(found, "Tradeoff").rpartition("Compared with it:")[2]
@@ -115,7 +116,8 @@ def test_exposed_communication_of_profiled_steps_is_divided_by_axis(run, capsys)
     main(["report", str(run.folder.root), "--json"])
     exposed = json.loads(capsys.readouterr().out)["exposed"]
     assert exposed["by_axis"] == {"control": pytest.approx(waits)}
-    assert exposed["by_phase"]["forward"] == WAITS["forward"]
+    assert exposed["by_phase"]["forward"] == pytest.approx(WAITS["forward"])
+    assert sum(filter(None, exposed["by_phase"].values())) == pytest.approx(exposed["seconds"])
     (run.folder.root / "trace" / "rank-00000.steps-30-31.a0002.json.gz").write_bytes(b"no profile")
     assert "profiled" not in part(document(run), "Communication")
 

@@ -28,8 +28,6 @@ AGGREGATES: dict[Kind, dict[str, Callable[[list[float]], float]]] = {
 """What stands in place of the number of a rank beyond MAX_RANKS."""
 MAX_LABEL = 128
 """Characters of a label value."""
-WINDOW = 20
-"""Steps over which the gauges of step time are averaged: the newest of the newest attempt."""
 
 
 @dataclass(frozen=True)
@@ -80,13 +78,9 @@ class Snapshot:
             yield (rank,), mean(self.recent(rank).column(column))
 
     def recent(self, rank: int) -> StepTable:
-        """The newest steps of a rank in its newest attempt, without those that count bytes, which are slower."""
+        """The newest timed steps of a rank, over which the headline signals are averaged, too."""
         if rank not in self._recent:
-            steps = self.history.steps(rank)
-            newest = steps.select(slice(max(0, len(steps) - 2 * WINDOW), None))
-            if len(newest):
-                newest = newest.select((newest.attempt == newest.attempt[-1]) & ~newest.counted)
-            self._recent[rank] = newest.select(slice(max(0, len(newest) - WINDOW), None))
+            self._recent[rank] = self.history.steps(rank).recent_timed()
         return self._recent[rank]
 
     @cached_property

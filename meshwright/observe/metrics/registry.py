@@ -6,12 +6,13 @@ Names follow the conventions of Prometheus: base units as suffixes, `_total` for
 
 from __future__ import annotations
 
+from meshwright.history.step_table import RECENT_STEPS
 from meshwright.observe.metrics import progress_readings as progress
 from meshwright.observe.metrics import rank_readings as ranks
 from meshwright.observe.metrics import recovery_readings as recovery
-from meshwright.observe.metrics.metric import WINDOW, Metric
+from meshwright.observe.metrics.metric import Metric
 
-RECENT = f"mean of the newest {WINDOW} steps"
+RECENT = f"mean of the newest {RECENT_STEPS} timed steps"
 
 METRICS = (
     # What the run does, and how far it is.
@@ -90,7 +91,7 @@ METRICS = (
     Metric(
         "meshwright_phase_seconds_total", "counter", "seconds", ("rank", "phase"), "step time",
         "Seconds of a rank in every phase, since its attempt began. Waits for other ranks count as sync, on every "
-        "axis; the other phases are the rank's own time.", ranks.phase_seconds,
+        "axis; the other phases are the rank's local time.", ranks.phase_seconds,
         "avg by (run, phase) (rate(meshwright_phase_seconds_total$filter[$window]))",
     ),
     Metric(
@@ -112,7 +113,7 @@ METRICS = (
     # Communication.
     Metric(
         "meshwright_exposed_communication_ratio", "gauge", "ratio", (), "communication",
-        "Share of the step time of rank 0 in which it waits for communication.", ranks.exposed_ratio,
+        f"Share of the step time of rank 0 in which it waits for communication, {RECENT}.", ranks.exposed_ratio,
     ),
     Metric(
         "meshwright_exposed_communication_seconds", "gauge", "seconds", ("rank",), "communication",
@@ -229,7 +230,7 @@ METRICS = (
     ),
     Metric(
         "meshwright_restarts_total", "counter", "", (), "recovery",
-        "Attempts after the first one.", recovery.restarts,
+        "Attempts that followed a failure.", recovery.restarts,
     ),
     Metric(
         "meshwright_checkpoints_total", "counter", "", (), "recovery",

@@ -84,6 +84,12 @@ def median_of(values: NDArray[np.float64]) -> float | None:
     return float(np.median(known)) if len(known) else None
 
 
+def mean_of(values: NDArray[np.float64]) -> float | None:
+    """The mean of the values that were recorded. Means of parts add up to the mean of the whole, medians do not."""
+    known = values[np.isfinite(values)]
+    return float(np.mean(known)) if len(known) else None
+
+
 def sum_of(table: StepTable, columns: Iterable[str]) -> NDArray[np.float64]:
     """The sum of columns per step; a value that was not recorded counts as 0."""
     total: NDArray[np.float64] = np.sum([np.nan_to_num(table.column(name)) for name in columns], axis=0)

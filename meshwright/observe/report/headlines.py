@@ -25,7 +25,7 @@ def headlines(signals: Signals) -> list[Headline]:
             "Exposed communication",
             f"{format_percent(communication.share)} of a step" if communication.share is not None else "not measured",
             [
-                ("per step", seconds(communication.exposed_seconds)),
+                ("per step, mean of the newest steps", seconds(communication.exposed_seconds)),
                 ("measured by", communication.source),
             ],
         ),

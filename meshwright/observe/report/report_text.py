@@ -15,7 +15,7 @@ from meshwright.history.goodput import goodput
 from meshwright.history.signals import read_signals
 from meshwright.io import format_bytes, format_count, format_percent, format_seconds, printable
 from meshwright.observe.console import make_console
-from meshwright.observe.report.compared_figures import ReportRow, median_of
+from meshwright.observe.report.compared_figures import ReportRow, mean_of
 from meshwright.observe.report.headlines import headlines
 from meshwright.observe.report.profiled_steps import profiled_exposure
 from meshwright.observe.report.run_report import Report
@@ -133,8 +133,8 @@ def report_json(report: Report) -> dict[str, Any]:
 
 
 def history_json(report: Report, now: float) -> dict[str, Any]:
-    """The headline signals, the goodput account, and the exposed communication of rank 0: medians by phase and, of
-    profiled steps, means by axis.
+    """The headline signals, the goodput account, and the exposed communication of rank 0: means by phase and, of
+    profiled steps, by axis.
     """
     if report.history is None:
         return {}
@@ -143,9 +143,9 @@ def history_json(report: Report, now: float) -> dict[str, Any]:
     if steps is not None and len(steps):
         by_phase = {"sync": steps.phases["sync"], **steps.waits}
         exposed = {
-            "seconds": median_of(steps.exposed),
+            "seconds": mean_of(steps.exposed),
             "source": steps.exposed_source,
-            "by_phase": {phase: median_of(column) for phase, column in by_phase.items()},
+            "by_phase": {phase: mean_of(column) for phase, column in by_phase.items()},
             "by_axis": profiled_exposure(report.history.folder)[1] or None,
         }
     return {

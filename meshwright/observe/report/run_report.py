@@ -151,12 +151,11 @@ def run_status(attempt: AttemptHistory | None, has_steps: bool, total: int) -> s
         return "nothing was recorded"
     done = f"{attempt.done:,} of {total:,} steps done" if has_steps else "no step done"
     progress = f"attempt {attempt.number}, {done}"
-    if attempt.outcome == "complete":
-        return f"{progress}, complete"
-    if attempt.incident is None:
-        return f"{progress}, no end recorded: in progress or killed"
-    lines = attempt.incident.message[:300].splitlines()
-    return f"{progress}, {attempt.incident.outcome}" + (f": {lines[0]}" if lines else "")
+    if attempt.outcome == "lost":
+        return f"{progress}, no end recorded: its processes are gone"
+    outcome = "in progress" if attempt.outcome == "running" else attempt.outcome
+    lines = attempt.incident.message[:300].splitlines() if attempt.incident is not None else []
+    return f"{progress}, {outcome}" + (f": {lines[0]}" if lines else "")
 
 
 def predicted_layout(plan: Mapping[str, Any], ranks: int) -> tuple[Layout | None, str]:

@@ -20,21 +20,17 @@ from meshwright.history.signals import Signals, read_signals
 from meshwright.io import format_bytes, format_clock, format_percent, format_seconds, printable
 from meshwright.observe.console import make_console
 from meshwright.recover.incidents import tail_lines
-from meshwright.telemetry.phases import STEP_PHASES
 
 REFRESH_SECONDS = 1.0
-RECENT_STEPS = 20
-"""The newest steps of a rank over which its phases are averaged."""
 MAX_RANKS, MAX_CHECKPOINTS, MAX_INCIDENTS, MAX_LOG_LINES = 8, 3, 3, 4
 """Rows of each table."""
 PHASE_COLUMNS = {
     "data": ("fetch", "copy"),
     "forward": ("forward",),
     "backward": ("backward",),
-    "sync": ("sync",),
     "update": ("update",),
 }
-"""The columns of the table of ranks, and the phases in each."""
+"""The columns of local time in the table of ranks, and the phases in each."""
 SPARKS = "▁▂▃▄▅▆▇█"
 STATE_STYLES = {
     "progressing": "green",
@@ -72,10 +68,14 @@ class RankSnapshot:
     step: int
     phase: str
     waiting: bool
-    phases: dict[str, float]
-    """mean seconds per step"""
-    own_seconds: float
-    """mean seconds per step that the rank spends by itself, not waiting for others"""
+    local: dict[str, float]
+    """phase -> mean seconds per step that the rank spends by itself, not waiting for others"""
+    exposed: float
+    """mean seconds per step in which the rank waits for others"""
+
+    @property
+    def local_seconds(self) -> float:
+        return sum(self.local.values())
 
 
 @dataclass(frozen=True)
@@ -100,20 +100,19 @@ def rank_snapshots(history: RunHistory) -> list[RankSnapshot]:
     """Every rank of the newest attempt that has records or a heartbeat, slowest first."""
     found = []
     for rank in sorted({*history.ranks, *history.heartbeats}):
-        recent = history.steps(rank).select(slice(-RECENT_STEPS, None))
+        recent = history.steps(rank).recent_timed()
         reading = history.heartbeats.get(rank)
-        means = {phase: mean(values) for phase, values in recent.phases.items()}
         found.append(
             RankSnapshot(
                 rank,
                 reading.step if reading is not None else int(recent.step[-1]) if len(recent) else -1,
                 reading.phase if reading is not None else "",
                 reading is not None and reading.waiting,
-                {phase: means[phase] for phase in STEP_PHASES},
-                sum(mean(values) for values in recent.local.values()),
+                {phase: mean(values) for phase, values in recent.local.items()},
+                mean(recent.exposed),
             )
         )
-    return sorted(found, key=lambda snapshot: (-snapshot.own_seconds, snapshot.rank))
+    return sorted(found, key=lambda snapshot: (-snapshot.local_seconds, snapshot.rank))
 
 
 def mean(values: NDArray[np.float64]) -> float:
@@ -141,7 +140,7 @@ def watch_in_terminal(histories: Sequence[RunHistory], *, once: bool, console: C
 
 def render(snapshot: RunSnapshot, width: int, short: bool = False) -> RenderableType:
     """One run; with `short`, without ranks, checkpoints, incidents and log."""
-    parts: list[RenderableType] = [*header(snapshot), *signal_lines(snapshot), *account_lines(snapshot, width)]
+    parts: list[RenderableType] = [*header(snapshot), *signal_lines(snapshot, width), *account_lines(snapshot, width)]
     parts += loss_lines(snapshot, width)
     if not short:
         parts += [*rank_table(snapshot), *checkpoint_lines(snapshot), *incident_lines(snapshot), *log_lines(snapshot)]
@@ -165,13 +164,24 @@ def header(snapshot: RunSnapshot) -> list[Text]:
     return [title, Text(printable(signals.sentence))]
 
 
-def signal_lines(snapshot: RunSnapshot) -> list[Text]:
+def signal_lines(snapshot: RunSnapshot, width: int) -> list[Text]:
     """The three headline signals."""
-    return [line(name, text) for name, text in headline(snapshot).items()]
+    return [row for name, figures in headline(snapshot).items() for row in wrapped(name, map(Text, figures), width)]
 
 
-def headline(snapshot: RunSnapshot) -> dict[str, str]:
-    """The three headline signals in words."""
+def wrapped(label: str, pieces: Iterable[Text], width: int) -> list[Text]:
+    """Lines with a label that contain all pieces, none of which is divided between two lines."""
+    rows: list[Text] = []
+    for piece in pieces:
+        if rows and len(rows[-1]) + 2 + len(piece) <= width - 14:
+            rows[-1].append("  ").append(piece)
+        else:
+            rows.append(piece)
+    return [line("" if number else label, row) for number, row in enumerate(rows)]
+
+
+def headline(snapshot: RunSnapshot) -> dict[str, list[str]]:
+    """The three headline signals in words, figure by figure."""
     progress, communication = snapshot.signals.progress, snapshot.signals.communication
     unit = (snapshot.history.newest_attempt.start if snapshot.history.newest_attempt else {}).get("unit")
     unit = unit if unit in ("samples", "targets") else "tokens"
@@ -185,15 +195,15 @@ def headline(snapshot: RunSnapshot) -> dict[str, str]:
         words.append(f"now {progress.samples_per_second:,.0f} samples/s")
         if unit != "samples":
             words.append(f"{progress.tokens_per_second or 0:,.0f} {unit}/s")
-    exposed = "nothing is recorded yet"
+    exposed = ["nothing is recorded yet"]
     if communication.exposed_seconds is not None:
         share = format_percent(communication.share)
-        exposed = f"exposed {format_seconds(communication.exposed_seconds)} per step, {share} of the step time"
-        exposed += f" ({communication.source})"
-    return {"progress": "  ".join(words), "communication": exposed, "recovery": recovery_words(snapshot)}
+        figures = f"exposed {format_seconds(communication.exposed_seconds)} per step, {share} of the step time"
+        exposed = [f"{figures} ({communication.source})"]
+    return {"progress": words, "communication": exposed, "recovery": recovery_words(snapshot)}
 
 
-def recovery_words(snapshot: RunSnapshot) -> str:
+def recovery_words(snapshot: RunSnapshot) -> list[str]:
     recovery = snapshot.signals.recovery
     words = ["no checkpoint"]
     if recovery.checkpoint_step is not None:
@@ -203,8 +213,7 @@ def recovery_words(snapshot: RunSnapshot) -> str:
     at_risk = f"{recovery.steps_at_risk:,} step{'' if recovery.steps_at_risk == 1 else 's'}"
     if recovery.seconds_at_risk:
         at_risk += f" ({format_age(recovery.seconds_at_risk)})"
-    words += [f"{at_risk} at risk", f"{recovery.restarts} restart{'' if recovery.restarts == 1 else 's'}"]
-    return "  ".join(words)
+    return [*words, f"{at_risk} at risk", f"{recovery.restarts} restart{'' if recovery.restarts == 1 else 's'}"]
 
 
 def format_age(seconds: float) -> str:
@@ -228,14 +237,11 @@ def account_lines(snapshot: RunSnapshot, width: int) -> list[Text]:
         count = round((done + share) * cells) - round(done * cells)
         bar.append("█" * count, PART_STYLES.get(part, "bright_black"))
         done += share
-    rows = [Text()]
-    for part, share in shares.items():
-        words = Text.assemble((part, PART_STYLES.get(part, "bright_black")), f" {format_percent(share)}  ")
-        if rows[-1] and len(rows[-1]) + len(words) > max(26, width - 14):
-            rows.append(Text())
-        rows[-1].append(words)
-    shown = [line(format_clock(snapshot.account.wall_seconds), bar)]
-    return [*shown, *(line("" if number else "wall time", row) for number, row in enumerate(rows))]
+    words = [
+        Text.assemble((part, PART_STYLES.get(part, "bright_black")), f" {format_percent(share)}")
+        for part, share in shares.items()
+    ]
+    return [line(format_clock(snapshot.account.wall_seconds), bar), *wrapped("wall time", words, width)]
 
 
 def loss_lines(snapshot: RunSnapshot, width: int) -> list[Text]:
@@ -257,20 +263,21 @@ def sparkline(values: Iterable[float]) -> str:
 
 
 def rank_table(snapshot: RunSnapshot) -> list[RenderableType]:
-    """The phases of every rank in its newest steps, slowest ranks first."""
+    """The local time of every rank by phase, and its exposed communication, slowest ranks first."""
     if not snapshot.ranks:
         return []
     table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", show_edge=False)
     table.add_column("rank", justify="right", no_wrap=True, min_width=4)
     table.add_column("now", no_wrap=True)
-    for name in (*PHASE_COLUMNS, "own time"):
+    for name in (*PHASE_COLUMNS, "local time", "exposed"):
         table.add_column(name, justify="right", no_wrap=True)
     for found in snapshot.ranks[:MAX_RANKS]:
         place = f"step {found.step}, {found.phase}" if found.step >= 0 else found.phase
-        times = [format_seconds(sum(found.phases[phase] for phase in phases)) for phases in PHASE_COLUMNS.values()]
+        columns = [sum(found.local[phase] for phase in phases) for phases in PHASE_COLUMNS.values()]
+        times = map(format_seconds, (*columns, found.local_seconds, found.exposed))
         style = "bright_red" if found.rank == snapshot.signals.rank else ""
         waits = ", waits" if found.waiting else ""
-        table.add_row(str(found.rank), printable(place + waits), *times, format_seconds(found.own_seconds), style=style)
+        table.add_row(str(found.rank), printable(place + waits), *times, style=style)
     more = len(snapshot.ranks) - MAX_RANKS
     return [table, *([Text(f"and {more} faster ranks", "dim")] if more > 0 else [])]
 

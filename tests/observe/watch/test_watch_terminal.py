@@ -13,11 +13,11 @@ import sys
 import time
 
 import pytest
-from recorded_history import RecordedRun
+from recorded_history import PHASES, RecordedRun
 from rich.console import Console
 
 from meshwright.cli import main
-from meshwright.observe.watch.terminal_view import sparkline, watch_in_terminal
+from meshwright.observe.watch.terminal_view import rank_snapshots, sparkline, watch_in_terminal
 
 
 @pytest.fixture
@@ -63,7 +63,24 @@ def test_view_shows_signals_account_ranks_checkpoints_and_incidents(run):
 def test_view_fits_the_terminal(run, width):
     lines = view(run, width).splitlines()
     assert max(map(len, lines)) <= width
-    assert width < 80 or any(line.startswith("rank  now") and line.endswith("own time  ") for line in lines)
+    if width >= 80:
+        assert any(line.startswith("rank  now") and line.endswith("local time  exposed  ") for line in lines)
+        assert "samples/s" in "".join(lines)
+        assert "0 restarts" in "".join(lines)
+
+
+def test_waits_inside_of_phases_are_exposed_and_not_local(tmp_path):
+    run = RecordedRun(tmp_path / "run", ranks=1)
+    run.start()
+    phases, waits = PHASES, {"forward": 0.01, "backward": 0.02}
+    communication = {"exposed_seconds": PHASES["sync"] + 0.03, "exposed_source": "host waits"}
+    for step in range(4):
+        seconds = sum(phases.values())
+        run.write("step", step=step, seconds=seconds, phases=phases, waits=waits, communication=communication)
+    [rank] = rank_snapshots(run.history())
+    assert rank.local["forward"] == pytest.approx(PHASES["forward"] - 0.01)
+    assert rank.exposed == pytest.approx(PHASES["sync"] + 0.03)
+    assert rank.local_seconds + rank.exposed == pytest.approx(sum(PHASES.values()))
 
 
 def test_control_characters_of_a_record_do_not_reach_the_terminal(run):

@@ -15,7 +15,7 @@ import numpy as np
 from meshwright.history.attempts import AttemptHistory
 from meshwright.history.waits import divide_waits
 from meshwright.io import format_bytes, format_count, format_percent, format_seconds
-from meshwright.observe.report.compared_figures import Measurements, median_of
+from meshwright.observe.report.compared_figures import Measurements, mean_of
 from meshwright.observe.report.document import Section, Table
 from meshwright.observe.report.planned_machine import describe_machine, text
 from meshwright.observe.report.profiled_steps import profiled_exposure
@@ -119,14 +119,15 @@ def communication(report: Report, measurements: Measurements, plan: Mapping[str,
     """The exposed time as sentences, and the collectives as a table."""
     steps, counters = measurements.steps.get(0), measurements.counters.get(0)
     sentences = []
-    if steps is not None and (exposed := median_of(steps.exposed)) is not None:
-        seconds = median_of(steps.seconds) or exposed
-        waits = {phase: median_of(column) for phase, column in steps.waits.items()}
-        by_phase = {"sync": median_of(steps.phases["sync"]), **waits}
+    if steps is not None and (exposed := mean_of(steps.exposed)) is not None:
+        seconds = mean_of(steps.seconds) or exposed
+        waits = {phase: mean_of(column) for phase, column in steps.waits.items()}
+        by_phase = {"sync": mean_of(steps.phases["sync"]), **waits}
         parts = ", ".join(f"{phase} {format_seconds(by_phase[phase] or 0)}" for phase in STEP_PHASES if by_phase[phase])
         sentences.append(
-            f"Communication that compute does not hide takes {format_seconds(exposed)} of the "
-            f"{format_seconds(seconds)} of a step ({format_percent(exposed / seconds)}) on rank 0, measured by "
+            f"In the mean of {len(steps):,} steps of attempt {report.attempt}, communication that compute does not "
+            f"hide takes {format_seconds(exposed)} of the {format_seconds(seconds)} of a step "
+            f"({format_percent(exposed / seconds)}) on rank 0, measured by "
             f"{steps.exposed_source}" + (f": {parts}." if parts else ".")
         )
     sentences += exposed_in_profile(report)
@@ -193,19 +194,16 @@ def alternatives(run_plan: RunPlan) -> list[str]:
 
 
 def measured_costs(report: Report) -> dict[str, float]:
-    """The exposed seconds of a step on rank 0, divided by cause as the goodput account divides them."""
+    """The mean exposed seconds of a step on rank 0, divided by cause as the goodput account divides them."""
     steps = report.measurements.steps.get(0) if report.measurements is not None else None
-    exposed = median_of(steps.exposed) if steps is not None else None
-    if report.history is None or steps is None or exposed is None:
+    if report.history is None or steps is None or mean_of(steps.exposed) is None:
         return {}
     waits = divide_waits(report.history, steps)
-    parts = {
-        "exposed communication": waits.communication,
-        "pipeline bubble": waits.bubble,
-        "wait for a slow rank": waits.straggler,
+    return {
+        "exposed communication": float(np.mean(waits.communication)),
+        "pipeline bubble": float(np.mean(waits.bubble)),
+        "wait for a slow rank": float(np.mean(waits.straggler)),
     }
-    total = sum(float(np.sum(column)) for column in parts.values())
-    return {name: exposed * float(np.sum(column)) / total for name, column in parts.items()} if total > 0 else {}
 
 
 def measured_steps(report: Report) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import numpy as np
 
 from meshwright.history.step_table import StepTable
+from meshwright.history.waits import local_seconds
 from meshwright.io import format_seconds
 from meshwright.observe.report.compared_figures import Measurements, median_of
 from meshwright.observe.report.document import Section, Table
@@ -19,9 +20,9 @@ def phases_section(measurements: Measurements) -> Section:
     steps = {rank: table for rank, table in measurements.steps.items() if len(table)}
     if not steps:
         return Section("Phases", ["No step was timed."])
-    slowest = max(steps, key=lambda rank: sum(own_seconds(steps[rank]).values()))
+    slowest = max(steps, key=lambda rank: median_of(local_seconds(steps[rank])) or 0.0)
     shown = spread(sorted(steps), MAX_RANKS, [0, slowest])
-    rows = {f"rank {rank}": own_seconds(steps[rank]) for rank in shown}
+    rows = {f"rank {rank}": median_seconds(steps[rank]) for rank in shown}
     chart = make_bars("", rows, PHASE_CLASSES, format_seconds, {"wait": "wait for other ranks inside a phase"})
     phases = [phase for phase in PHASE_CLASSES if any(parts[phase] for parts in rows.values())]
     table = Table(
@@ -34,7 +35,7 @@ def phases_section(measurements: Measurements) -> Section:
     return Section("Phases", tables=[table], bars=[chart], notes=notes)
 
 
-def own_seconds(table: StepTable) -> dict[str, float]:
+def median_seconds(table: StepTable) -> dict[str, float]:
     """Median seconds of a rank in every phase without its waits, and in the waits of all phases but sync."""
     parts = {phase: median_of(column) or 0.0 for phase, column in table.local.items()}
     waits = np.sum([np.nan_to_num(column) for column in table.waits.values()], axis=0)
