@@ -163,6 +163,11 @@ class StepTable:
         }
 
     @property
+    def local_seconds(self) -> Column:
+        """The local time of every step: the seconds of all phases that the rank spent by itself."""
+        return sum(self.local.values(), np.zeros(len(self)))
+
+    @property
     def end(self) -> Column:
         """When the last phase ended, in Unix seconds."""
         return self.begin + self.seconds

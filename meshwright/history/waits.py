@@ -80,8 +80,8 @@ def compare_ranks(history: RunHistory, table: StepTable) -> tuple[Column, Column
         order = np.argsort(other_keys, kind="stable")
         place = np.searchsorted(other_keys[order], keys[compared], side="right") - 1
         found = (place >= 0) & (other_keys[order][place] == keys[compared])
-        row[found] = local_seconds(steps)[order[place[found]]]
-    first = local_seconds(table)[compared]
+        row[found] = steps.local_seconds[order[place[found]]]
+    first = table.local_seconds[compared]
     slowest = np.nanmax(seconds, axis=0)
     ratio = straggler_ratio(history)
     everyone = np.concatenate([seconds, first[None]])
@@ -91,13 +91,8 @@ def compare_ranks(history: RunHistory, table: StepTable) -> tuple[Column, Column
     found_own = np.where(first > ratio * typical, first - typical, 0.0)
     nearest = nearest_index(compared, len(table))
     share = found_wait / np.maximum(first, 1e-9), found_own / np.maximum(first, 1e-9)
-    scale = local_seconds(table)
+    scale = table.local_seconds
     return share[0][nearest] * scale, share[1][nearest] * scale
-
-
-def local_seconds(table: StepTable) -> Column:
-    """The seconds that a rank spends in a step by itself."""
-    return sum(table.local.values(), np.zeros(len(table)))
 
 
 def step_keys(table: StepTable) -> NDArray[np.int64]:

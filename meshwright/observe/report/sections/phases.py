@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from meshwright.history.step_table import StepTable
-from meshwright.history.waits import local_seconds
 from meshwright.io import format_seconds
 from meshwright.observe.report.compared_figures import Measurements, median_of
 from meshwright.observe.report.document import Section, Table
@@ -20,7 +19,7 @@ def phases_section(measurements: Measurements) -> Section:
     steps = {rank: table for rank, table in measurements.steps.items() if len(table)}
     if not steps:
         return Section("Phases", ["No step was timed."])
-    slowest = max(steps, key=lambda rank: median_of(local_seconds(steps[rank])) or 0.0)
+    slowest = max(steps, key=lambda rank: median_of(steps[rank].local_seconds) or 0.0)
     shown = spread(sorted(steps), MAX_RANKS, [0, slowest])
     rows = {f"rank {rank}": median_seconds(steps[rank]) for rank in shown}
     chart = make_bars("", rows, PHASE_CLASSES, format_seconds, {"wait": "wait for other ranks inside a phase"})

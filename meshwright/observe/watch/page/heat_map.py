@@ -34,14 +34,14 @@ def describe_heat_map(history: RunHistory, columns: int, first: int | None, last
     if not tables:
         return {"ranks": [], "range": [0, 0], "columns": 0}
     if len(tables) > MAX_RANKS:
-        slowest = sorted(tables, key=lambda rank: -float(local_seconds(tables[rank]).mean()))[:MAX_RANKS]
+        slowest = sorted(tables, key=lambda rank: -float(tables[rank].local_seconds.mean()))[:MAX_RANKS]
         tables = {rank: tables[rank] for rank in sorted(slowest)}
     low = min(int(table.step[0]) for table in tables.values())
     high = max(int(table.step[-1]) for table in tables.values()) + 1
     columns = max(COLUMNS[0], min(columns, COLUMNS[1], MAX_CELLS // len(tables)))
     columns = min(columns, high - low)
     step = np.stack([bin_means(table, table.seconds, low, high, columns) for table in tables.values()])
-    local = np.stack([bin_means(table, local_seconds(table), low, high, columns) for table in tables.values()])
+    local = np.stack([bin_means(table, table.local_seconds, low, high, columns) for table in tables.values()])
     return {
         "ranks": list(tables),
         "range": [low, high],
@@ -49,12 +49,6 @@ def describe_heat_map(history: RunHistory, columns: int, first: int | None, last
         "seconds": describe_cells(step),
         "local": describe_cells(local),
     }
-
-
-def local_seconds(table: StepTable) -> Cells:
-    """The seconds of every step that the rank spent by itself, not waiting for others."""
-    total: Cells = np.sum(list(table.local.values()), axis=0)
-    return total
 
 
 def bin_means(table: StepTable, values: Cells, low: int, high: int, columns: int) -> Cells:
