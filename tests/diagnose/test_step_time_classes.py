@@ -248,6 +248,12 @@ def test_swapping_is_found_by_major_page_faults(run, faults, found):
     assert [(finding.variant, finding.rank) for finding in findings] == ([("swapping", 1)] if found else [])
 
 
+def test_swapping_of_several_ranks_is_one_finding_of_the_worst(run):
+    job = run(ranks=4)
+    job.fields = lambda rank, _step: {"major_faults": 100 * (1 + rank % 3)}
+    assert [(finding.variant, finding.rank) for finding in memory_thrash.find(job.history())] == [("swapping", 2)]
+
+
 @pytest.mark.parametrize(("predicted", "variants"), [(0.02, ["small kernels"]), (0.07, []), (None, [])])
 def test_passes_that_take_longer_than_predicted_under_use_the_device(run, predicted, variants):
     job = run("--batch.micro=1")
