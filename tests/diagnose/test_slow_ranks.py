@@ -17,6 +17,25 @@ def test_steady_straggler_is_named_with_rank_and_phase(run):
     assert finding.share == pytest.approx(0.04 / 0.14, rel=0.01)
 
 
+def test_ranks_that_are_slow_in_the_same_way_are_one_finding(run):
+    job = run(ranks=8)
+    job.phases = lambda rank, _step: {"forward": 0.08 + 0.01 * (rank == 6)} if rank > 4 else {"sync": 0.06}
+    (finding,) = stragglers.find(job.history())
+    assert (finding.rank, finding.phase) == (6, "forward")
+    assert finding.sentence.endswith("the others wait for it; ranks 5, 7 are slow in the same way")
+
+
+@pytest.mark.parametrize("slow", [(0,), (0, 1)])
+def test_slow_loader_of_one_pipeline_stage_is_a_straggler(run, slow):
+    """A stage has no peers in its passes; every stage reads the samples."""
+    layout = ("--model.layers=4", f"--layout.replicate={len(slow)}", "--layout.pipeline=2", "--batch.micro=1")
+    job = run(*layout, ranks=2 * len(slow))
+    job.phases = lambda rank, _step: {"fetch": 0.06} if rank in slow else {"forward": 0.09}
+    job.waits = lambda rank, _step: {} if rank in slow else {"forward": 0.06}
+    (finding,) = stragglers.find(job.history())
+    assert (finding.variant, finding.rank, finding.phase) == ("steady", 0, "fetch")
+
+
 def test_waits_inside_a_phase_are_not_the_ranks_own_time(run):
     job = run("--layout.shard=parameters")
     job.phases = lambda _rank, _step: {"backward": 0.1}

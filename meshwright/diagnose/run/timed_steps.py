@@ -72,13 +72,14 @@ class TimedSteps:
         """The pipeline position of the rank in every row."""
         return np.array([self.layout.coordinates(rank)["pipeline"] for rank in self.ranks])
 
-    def above_peers(self, seconds: Seconds) -> Seconds:
+    def above_peers(self, seconds: Seconds, *, across_stages: bool = False) -> Seconds:
         """For every rank and step, the seconds above the median of the other ranks with the same work: those of its
-        pipeline stage. Zero for a rank without peers.
+        pipeline stage, or of all stages for work that does not depend on it. Zero for a rank without peers.
         """
         above = np.zeros_like(seconds)
-        for stage in np.unique(self.stages):
-            rows = np.flatnonzero(self.stages == stage)
+        stages = np.zeros_like(self.stages) if across_stages else self.stages
+        for stage in np.unique(stages):
+            rows = np.flatnonzero(stages == stage)
             if len(rows) > MAX_PEERS:  # one rank more or less does not move the median
                 above[rows] = seconds[rows] - np.median(seconds[rows], axis=0)
             elif len(rows) > 1:

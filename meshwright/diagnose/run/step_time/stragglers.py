@@ -7,7 +7,7 @@ paired, step by step, so that a machine that is slow as a whole accuses nobody.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,6 +32,8 @@ MAX_OUTLIERS = 0.4
 """Share of the steps that may be outliers."""
 MIN_STALLS = 3
 """Stalls that a period is read from."""
+MAX_NAMED = 8
+"""Ranks that a sentence lists."""
 STAGE_RATIO = 1.6
 """A pipeline stage is slow if it takes this many times what its blocks explain."""
 
@@ -53,15 +55,33 @@ def find(history: RunHistory) -> Iterator[Finding]:
         yield slow_stage
         return
     behind = steps.above_peers(steps.local_seconds())
-    by_phase = {phase: steps.above_peers(seconds) for phase, seconds in steps.local.items()}
+    by_phase = {
+        phase: steps.above_peers(seconds, across_stages=phase == "fetch")  # every stage reads the samples
+        for phase, seconds in steps.local.items()
+    }
     slow_ranks = []
     for index in range(len(steps.ranks)):
         kinds = (steady(steps, index, behind[index], by_phase), stalls(steps, index, behind, by_phase))
         if found_kinds := [found for found in kinds if found is not None]:
             slow_ranks.append(max(found_kinds, key=lambda found: found.share))
-    yield from slow_ranks
+    yield from join_ranks(slow_ranks)
     if not slow_ranks and (found := common_stalls(steps)) is not None:
         yield found
+
+
+def join_ranks(slow_ranks: list[Finding]) -> Iterator[Finding]:
+    """One finding per kind and phase: steps get faster only when all ranks that are slow in the same way do."""
+    groups: dict[tuple[str, str], list[Finding]] = {}
+    for found in slow_ranks:
+        groups.setdefault((found.variant, found.phase), []).append(found)
+    for group in groups.values():
+        slowest = max(group, key=lambda found: found.share)
+        others = [str(found.rank) for found in group if found is not slowest]
+        if others:
+            names = ", ".join(others[:MAX_NAMED]) + (" and others" if len(others) > MAX_NAMED else "")
+            also = f"rank {names} is" if len(others) == 1 else f"ranks {names} are"
+            slowest = replace(slowest, sentence=f"{slowest.sentence}; {also} slow in the same way")
+        yield slowest
 
 
 def slowest_phase(
