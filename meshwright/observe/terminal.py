@@ -12,13 +12,12 @@ from rich.live import Live
 from rich.text import Text
 
 from meshwright.config import RunConfig
+from meshwright.history.step_table import RECENT_STEPS
 from meshwright.io import format_bytes, format_clock
 from meshwright.observe.console import make_console
 from meshwright.telemetry.events import Event
 from meshwright.version import __version__
 
-RATE_WINDOW = 20
-"""The steps over which the displayed rates are averaged."""
 MAX_GROUPS = 8
 """The process groups of an axis, or hosts, that the header lists."""
 MIN_BAR, MAX_BAR = 4, 32
@@ -41,7 +40,7 @@ class Terminal:
     def __init__(self, config: RunConfig, folder: Path, attempt: int, stream: TextIO | None = None) -> None:
         self.config, self.folder, self.attempt = config, folder, attempt
         self.console = make_console(stream)
-        self.recent: deque[Event] = deque(maxlen=RATE_WINDOW)
+        self.recent: deque[Event] = deque(maxlen=RECENT_STEPS)
         self.steps, self.unit = config.steps, "tokens"
         self.live: Live | None = None
         self.checkpoint: Event | None = None
@@ -239,10 +238,11 @@ def format_ranks(ranks: list[int]) -> str:
 
 
 def steady_steps(recent: list[Event]) -> list[Event]:
-    """Returns the steps of the window without the warm-up step and without steps slowed down by counters; all steps if
-    no others are left.
+    """Returns the steps of the window without the warm-up step and without steps slowed down by counters or the
+    profiler; all steps if no others are left.
     """
-    return [event for event in recent if event["step"] and not event.get("counted")] or recent
+    slowed = ("counted", "profiled")
+    return [event for event in recent if event["step"] and not any(map(event.get, slowed))] or recent
 
 
 def rates(recent: list[Event]) -> tuple[float, float]:

@@ -127,6 +127,12 @@ def test_explanation_names_the_schedule_of_a_pipeline(tmp_path, home):
     assert "schedule 1f1b" in part(document(run), "Mechanism")
 
 
+def test_waits_inside_of_the_passes_are_reported_without_a_prediction(run):
+    run.write_plan(phases={})
+    row = build_report(run.folder).row("phases", "exposed inside them")
+    assert (row.measured, row.predicted) == (pytest.approx(WAITS["forward"] + WAITS["backward"]), None)
+
+
 def test_tradeoff_says_that_no_machine_was_measured(run):
     run.write_plan(cluster_file=None, cluster=None, seconds=None, low=None, high=None)
     found = document(run)

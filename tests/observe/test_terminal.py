@@ -147,7 +147,9 @@ def test_exposed_communication_includes_waits_inside_other_phases():
     assert shares["backward"] == pytest.approx(0.3)
 
 
-def test_rates_exclude_the_first_step():
+def test_rates_exclude_the_first_step_and_slowed_steps():
+    slowed = [step(3, seconds=9.0, counted=True), step(4, seconds=9.0, profiled=True)]
+    assert rates([step(1), step(2), *slowed]) == (1.0, 2000.0)
     assert rates([step(0, seconds=60.0), step(1), step(2)]) == (1.0, 2000.0)
     assert rates([step(0, seconds=4.0)]) == (4.0, 500.0)
 

@@ -143,9 +143,10 @@ def phase_rows(steps: StepTable, plan: Mapping[str, Any], layout: Layout | None)
 
     rows = [row("forward + backward", ("phases.forward", "phases.backward"), compute_phases)]
     exposed = [phase for phase in compute_phases if phase not in ("forward", "backward", "recompute")]
-    if exposed:
-        rows.append(row("exposed inside them", ("waits.forward", "waits.backward"), exposed))
-    else:
+    inside = row("exposed inside them", ("waits.forward", "waits.backward"), exposed)
+    if exposed or inside.measured:
+        rows.append(inside)
+    if not exposed:
         rows.append(row("forward", ("phases.forward",), ("forward",)))
         rows.append(row("backward", ("phases.backward",), compute_phases[1:]))
     return [
