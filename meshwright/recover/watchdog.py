@@ -246,20 +246,25 @@ def pick_suspect(heartbeats: dict[int, HeartbeatReading], stuck: list[int], wait
     )
 
 
-WAITING_FRAME = re.compile(r"meshwright/parallel/.*\.py.* in wait$|^\s*wait \(.*meshwright/parallel/")
-"""A frame of Meshwright that waits for a transfer, where torch has no Python frame (`PendingTransfer.wait`)."""
+WAITING_FRAME = re.compile(
+    r"meshwright/telemetry/collective_waits\.py|meshwright/parallel/.*\.py.* in wait$|^\s*wait \(.*meshwright/parallel/"
+)
+"""The innermost frame of a rank that waits: during a step torch's functions that wait are called from `WaitTimer`,
+before the first step from the frames of torch or of `PendingTransfer.wait`.
+"""
 
 
 def in_collective(stack: str) -> bool:
-    """Whether the innermost frames of the main thread are torch.distributed, or a frame of Meshwright that waits for a
-    transfer. Reads the formats of faulthandler and of py-spy.
+    """Whether the innermost frame of the main thread is that of a wait for a collective, or the innermost frames are
+    torch.distributed, as in a collective that blocks. Reads the formats of faulthandler and of py-spy.
     """
     marker = "MainThread" if "MainThread" in stack else "Current thread"
     main_thread = stack.partition(marker)[2]
-    # On a counted step the counters' frames stand between torch and torch.distributed.
-    frames = [line for line in main_thread.splitlines()[1:] if line.strip() and "meshwright/telemetry/" not in line]
+    frames = [line for line in main_thread.splitlines()[1:] if line.strip()]
     if frames and WAITING_FRAME.search(frames[0]):
         return True
+    # On a counted step the counters' frames stand between torch and torch.distributed.
+    frames = [line for line in frames if "meshwright/telemetry/" not in line]
     # torch's pipeline schedules call backward: autograd computes there, it does not wait.
     innermost = takewhile(lambda frame: "torch/" in frame and "torch/autograd/" not in frame, frames)
     return any("torch/distributed/" in frame for frame in islice(innermost, 24))

@@ -117,6 +117,15 @@ STACKS = {
         ["torch/distributed/fsdp/_fully_shard/_fsdp_collectives wait", "torch/autograd/graph _engine_run_backward"],
     ),
     "transfer of ring attention": (True, [TRANSFER_WAIT, "meshwright/parallel/context_parallel/ring_attention visits"]),
+    "FSDP all-gather that is timed": (
+        True,
+        [
+            "meshwright/telemetry/collective_waits measure",
+            "meshwright/telemetry/collective_waits timed_wait",
+            "meshwright/torch_private wrapped",
+            "torch/distributed/fsdp/_fully_shard/_fsdp_collectives wait",
+        ],
+    ),
     "all-to-all of expert dispatch": (
         True,
         ["torch/distributed/distributed_c10d all_to_all_single", "meshwright/parallel/expert_parallel forward"],
