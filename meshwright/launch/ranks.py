@@ -121,10 +121,10 @@ class Ranks:
 
     def _kill_started(self) -> None:
         """Kills the ranks that were started before the start failed or was interrupted."""
-        for rank, process in enumerate(self._processes):
-            if process.pid is None:
-                continue
+        started = [process for process in self._processes if process.pid is not None]
+        for process in started:
             process.kill()
+        for rank, process in enumerate(started):
             process.join(PEER_LOSS_GRACE)
             end_descendants(f"{self._mark}-{rank}", process.pid)
             self._pipes.pop(rank).close()
@@ -199,8 +199,9 @@ class Ranks:
 
     def kill(self) -> None:
         """Kills the ranks that still run; their failures are secondary, never the root cause."""
+        for rank in self._pipes:
+            self._processes[rank].kill()  # all of them first: a rank that sees a peer end prints a traceback
         for rank in list(self._pipes):
-            self._processes[rank].kill()
             self._processes[rank].join(PEER_LOSS_GRACE)
             self._collect(rank)
             if rank in self._failures and self._failures[rank].error_type == "Killed":

@@ -137,6 +137,28 @@ def test_ctrl_c_while_ranks_are_started_kills_those_that_run(monkeypatch):
         os.kill(pids[0], 0)
 
 
+def waiting_for_rank_0(world, started):
+    (started / str(world.rank)).touch()
+    if world.rank:
+        world.all_reduce(torch.ones(1)).wait()
+    time.sleep(600)
+
+
+def test_ctrl_c_ends_the_ranks_without_tracebacks(tmp_path, monkeypatch, capfd):
+    poll = Ranks.poll
+
+    def interrupted(ranks, seconds):
+        if len(list(tmp_path.iterdir())) == 3:
+            time.sleep(0.5)  # the others wait for rank 0 by now
+            raise KeyboardInterrupt
+        return poll(ranks, min(seconds, 0.05))
+
+    monkeypatch.setattr(Ranks, "poll", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run_ranks(waiting_for_rank_0, 3, tmp_path)
+    assert "Traceback" not in capfd.readouterr().err
+
+
 def test_run_ranks_removes_its_temporary_folder(tmp_path, monkeypatch):
     import tempfile
 
