@@ -27,7 +27,7 @@ def describe_replay(replay: StepReplay, run: str) -> str:
     ]
     if replay.first_nonfinite:
         lines.append(f"not finite first in {replay.first_nonfinite}")
-    lines += ["", *layer_table(replay), *block_table(replay), "", *sample_lines(replay)]
+    lines += ["", *layer_table(replay), *block_table(replay), "", *sample_lines(replay, run)]
     return "\n".join(lines)
 
 
@@ -82,7 +82,7 @@ def table(rows: Sequence[tuple[str, ...]]) -> list[str]:
     ]
 
 
-def sample_lines(replay: StepReplay) -> list[str]:
+def sample_lines(replay: StepReplay, run: str) -> list[str]:
     """The samples with the largest loss, and the one to blame."""
     highest = sorted(replay.samples, key=lambda s: -s.loss if s.loss == s.loss else float("-inf"))[:SHOWN_SAMPLES]
     lines = [f"the {len(highest)} of {len(replay.samples)} samples with the largest loss before the update:"]
@@ -92,7 +92,7 @@ def sample_lines(replay: StepReplay) -> list[str]:
         without = sum(s.loss * s.targets for s in rest) / max(1, sum(s.targets for s in rest))
         lines.append(
             f"sample {culprit.sample} stands out: without it the mean loss of the samples is {without:.4f}; "
-            f"meshwright data find RUN --sample {culprit.sample} lists where it is read"
+            f"meshwright data find {run} --sample {culprit.sample} lists where it is read"
         )
     else:
         lines.append("no sample stands out")

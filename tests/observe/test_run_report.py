@@ -91,7 +91,7 @@ def test_counted_bytes_of_a_run_equal_the_prediction(name, runs):
     assert result.mismatches == []
     assert {rank for pair in result.communication for rank in pair.ranks} == {0, 1}
     assert {pair.axis for pair in result.communication} - {"control"}
-    assert "bytes equal" in result.verdict
+    assert "communicated bytes as predicted" in result.verdict
     assert result.status == "attempt 1, 6 of 6 steps done, complete"
     assert result.steps == 4  # the first one and the counted one are left out
     held = result.row("memory", "tensors")
@@ -214,7 +214,7 @@ def test_report_of_a_run_in_progress(run):
     assert result.status == "attempt 1, 4 of 6 steps done, no end recorded: its processes are gone"
     assert result.steps == 2
     events(run).write_text("\n".join(kept[:2]) + "\n")
-    assert report(run).verdict.startswith("no step measured; bytes equal")  # as the other rank counted them
+    assert report(run).verdict.startswith("no step measured; communicated bytes as predicted")  # as the other rank counted them
 
 
 def test_report_of_a_run_that_a_callback_stopped(run):
@@ -346,7 +346,7 @@ def test_custom_model_is_predicted(tmp_path):
     )
     result = report(tmp_path / "r")
     assert "custom model" not in " ".join(result.notes)
-    assert "bytes equal" in result.verdict
+    assert "communicated bytes as predicted" in result.verdict
     page = result.to_html()
     assert "Layout: replicate 2." in page
     assert "meshwright plan --model ranks the layouts of a custom model" in page

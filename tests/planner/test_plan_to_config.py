@@ -199,7 +199,7 @@ def test_train_follows_a_plan_file_and_report_compares_it(file, tmp_path, monkey
     assert json.loads((tmp_path / "run" / "plan.json").read_text())["plan"]["layout"]["sharding"] == "gradients"
     main(["report", "run", "--strict"])
     told = " ".join(capsys.readouterr().out.split())
-    assert "bytes equal" in told
+    assert "communicated bytes as predicted" in told
     assert "the layout was planned for another machine: for h100:2x1, and the run was on " in told
 
 

@@ -41,7 +41,7 @@ def is_numerics(incident: Incident) -> bool:
 
 def describe_crash(history: RunHistory, attempt: AttemptHistory, failed: list[AttemptHistory], share: float) -> Finding:
     incident = attempt.incident
-    evidence = [MeasuredFigure("attempts that failed", len(failed), "count", float(len(history.attempts)), "attempts")]
+    evidence = [MeasuredFigure("failed attempts", len(failed), "count", float(len(history.attempts)), "all attempts")]
     if incident is None or incident.outcome == "lost":
         return Finding(
             "crash",
@@ -59,14 +59,14 @@ def describe_crash(history: RunHistory, attempt: AttemptHistory, failed: list[At
     ranks = Counter(a.incident.rank for a in failed if a.incident is not None and a.incident.rank is not None)
     if incident.rank is not None:
         count = ranks[incident.rank]
-        evidence.append(MeasuredFigure(f"of them, rank {incident.rank} failed first", count, "count"))
+        evidence.append(MeasuredFigure(f"failed attempts in which rank {incident.rank} was first", count, "count"))
     message = " ".join(incident.message.split())[:MAX_MESSAGE]
-    where = f"rank {incident.rank} " if incident.rank is not None else ""
+    where = f", rank {incident.rank} first" if incident.rank is not None else ""
     phase = f" in {incident.phase}" if incident.phase else ""
     return Finding(
         "crash",
         variant,
-        f"{variant}: {where}failed first {incident.when}{phase}: {message}",
+        f"attempt {attempt.number} failed {incident.when}{phase}{where}: {message}",
         share,
         confidence,
         rank=incident.rank,

@@ -18,8 +18,13 @@ def find_traces(paths: Sequence[Path]) -> list[Path]:
         if path.is_dir():
             inside = sorted(child for child in path.iterdir() if child.name.endswith(SUFFIXES) and child.is_file())
             if not inside:
-                raise ConfigError(f"folder {path} has no traces", "expected files whose names end in .json or .json.gz")
+                raise ConfigError(
+                    f"{path} is not a run folder and has no traces",
+                    "expected a folder that meshwright train wrote, or files whose names end in .json or .json.gz",
+                )
             found += inside
+        elif not path.exists():
+            raise ConfigError(f"{path} does not exist", "expected a run folder, or a trace that torch.profiler exported")
         else:
             found.append(path)
     if len(found) > MAX_TRACES:

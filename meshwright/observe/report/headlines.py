@@ -33,7 +33,7 @@ def headlines(signals: Signals) -> list[Headline]:
             "Recovery",
             f"{recovery.steps_at_risk:,} step{'' if recovery.steps_at_risk == 1 else 's'} at risk",
             [
-                ("newest checkpoint", step_count(recovery.checkpoint_step)),
+                ("newest checkpoint", checkpoint_name(recovery.checkpoint_step)),
                 ("its age", format_clock(age) if age is not None else "-"),
                 ("work at risk", seconds(recovery.seconds_at_risk)),
                 ("restarts", f"{recovery.restarts:,}"),
@@ -50,5 +50,5 @@ def seconds(value: float | None) -> str:
     return format_seconds(value) if value is not None else "-"
 
 
-def step_count(value: int | None) -> str:
-    return f"{value:,} steps" if value is not None else "none"
+def checkpoint_name(value: int | None) -> str:
+    return f"after {value:,} steps" if value is not None else "none"

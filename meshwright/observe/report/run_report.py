@@ -212,9 +212,11 @@ def with_verdict(report: Report, plan: Mapping[str, Any], has_counters: bool) ->
         rows = f"{len(report.mismatches)} of {len(report.communication)} rows"
         communication = f"BYTES DIFFER in {rows}, first: {report.mismatches[0]}"
     elif report.communication:
-        communication = "bytes equal"
+        communication = "communicated bytes as predicted"
     else:
         communication = "bytes not predicted" if has_counters else "bytes not counted"
     memory_error = memory.error if memory is not None else None
-    peak = "memory not compared" if memory_error is None else f"memory {format_percent(memory_error, 1, signed=True)}"
+    peak = "memory not compared"
+    if memory_error is not None:
+        peak = f"error of peak memory {format_percent(memory_error, 1, signed=True)}"
     return replace(report, within_interval=within_interval, verdict=f"{time}; {communication}; {peak}")

@@ -126,21 +126,23 @@ def watch_in_terminal(histories: Sequence[RunHistory], *, once: bool, console: C
     console = console or make_console()
     if once or not console.is_terminal:
         for history in histories:
-            console.print(render(take_snapshot(history, time.time()), console.width, len(histories) > 1))
+            console.print(render(take_snapshot(history, time.time()), console, len(histories) > 1))
         return
     with Live(console=console, auto_refresh=False, transient=False, vertical_overflow="crop") as live:
         while True:
             for history in histories:
                 history.update()
             snapshots = [take_snapshot(history, time.time()) for history in histories]
-            views = [render(snapshot, console.width, len(histories) > 1) for snapshot in snapshots]
+            views = [render(snapshot, console, len(histories) > 1) for snapshot in snapshots]
             live.update(Group(*views), refresh=True)
             time.sleep(REFRESH_SECONDS)
 
 
-def render(snapshot: RunSnapshot, width: int, short: bool = False) -> RenderableType:
+def render(snapshot: RunSnapshot, console: Console, short: bool = False) -> RenderableType:
     """One run; with `short`, without ranks, checkpoints, incidents and log."""
-    parts: list[RenderableType] = [*header(snapshot), *signal_lines(snapshot, width), *account_lines(snapshot, width)]
+    width, has_colors = console.width, console.color_system is not None
+    parts: list[RenderableType] = [*header(snapshot), *signal_lines(snapshot, width)]
+    parts += account_lines(snapshot, width, has_colors)
     parts += loss_lines(snapshot, width)
     if not short:
         parts += [*rank_table(snapshot), *checkpoint_lines(snapshot), *incident_lines(snapshot), *log_lines(snapshot)]
@@ -207,7 +209,7 @@ def recovery_words(snapshot: RunSnapshot) -> list[str]:
     recovery = snapshot.signals.recovery
     words = ["no checkpoint"]
     if recovery.checkpoint_step is not None:
-        words = [f"checkpoint of step {recovery.checkpoint_step:,}"]
+        words = [f"checkpoint after {recovery.checkpoint_step:,} steps"]
         if recovery.checkpoint_age_seconds is not None:
             words[0] += f", {format_age(recovery.checkpoint_age_seconds)} old"
     at_risk = f"{recovery.steps_at_risk:,} step{'' if recovery.steps_at_risk == 1 else 's'}"
@@ -227,8 +229,8 @@ def format_age(seconds: float) -> str:
     )
 
 
-def account_lines(snapshot: RunSnapshot, width: int) -> list[Text]:
-    """The wall time as a bar, and its parts in words."""
+def account_lines(snapshot: RunSnapshot, width: int, has_colors: bool) -> list[Text]:
+    """The wall time with its parts in words, and as a bar if colors can tell them apart."""
     shares = {part: share for part, share in snapshot.account.shares.items() if share >= MIN_SHARE}
     if not shares:
         return []
@@ -237,11 +239,12 @@ def account_lines(snapshot: RunSnapshot, width: int) -> list[Text]:
         count = round((done + share) * cells) - round(done * cells)
         bar.append("█" * count, PART_STYLES.get(part, "bright_black"))
         done += share
-    words = [
+    words = [Text(format_clock(snapshot.account.wall_seconds), "bold")]
+    words += [
         Text.assemble((part, PART_STYLES.get(part, "bright_black")), f" {format_percent(share)}")
         for part, share in shares.items()
     ]
-    return [line(format_clock(snapshot.account.wall_seconds), bar), *wrapped("wall time", words, width)]
+    return [*wrapped("wall time", words, width), *([line("", bar)] if has_colors else [])]
 
 
 def loss_lines(snapshot: RunSnapshot, width: int) -> list[Text]:

@@ -48,7 +48,7 @@ def test_view_shows_signals_account_ranks_checkpoints_and_incidents(run):
         "progress      20 of 100 steps done  5 steps/s  goodput 22.9 samples/s  now 80 samples/s"
     )
     assert lines[3] == "communication exposed 115 ms per step, 57% of the step time (host waits)"
-    assert lines[4].startswith("recovery      checkpoint of step 10, ")
+    assert lines[4].startswith("recovery      checkpoint after 10 steps, ")
     assert "10 steps (2 s) at risk  0 restarts" in lines[4]
     assert "straggler 14%" in text
     assert "lost work 29%" in text
@@ -81,6 +81,14 @@ def test_waits_inside_of_phases_are_exposed_and_not_local(tmp_path):
     assert rank.local["forward"] == pytest.approx(PHASES["forward"] - 0.01)
     assert rank.exposed == pytest.approx(PHASES["sync"] + 0.03)
     assert rank.local_seconds + rank.exposed == pytest.approx(sum(PHASES.values()))
+
+
+def test_bar_of_the_account_is_shown_in_colors_only(run):
+    stream = io.StringIO()
+    colored = Console(file=stream, width=80, force_terminal=True, color_system="standard")
+    watch_in_terminal([run.history()], once=True, console=colored)
+    assert "█" * 20 in stream.getvalue()
+    assert "█" * 20 not in view(run, 80)
 
 
 def test_control_characters_of_a_record_do_not_reach_the_terminal(run):

@@ -104,7 +104,8 @@ def mechanism_of_run(start: Mapping[str, Any], run_plan: RunPlan) -> Iterator[st
         yield from (f"{sentence[0].upper()}{sentence[1:]}" for sentence in mechanism(run_plan.estimate))
         same = replicated(run_plan.estimate).removeprefix("Replicated ")
         yield f"Replicated: {same[0].lower()}{same[1:]}"
-        yield f"Sharded: {sharded(run_plan.estimate)}"
+        split = sharded(run_plan.estimate)
+        yield f"Sharded: {split[0].lower()}{split[1:]}"
         yield optimizer_semantics(run_plan.estimate.job)
         return
     shard = text(start.get("shard"))
