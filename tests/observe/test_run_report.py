@@ -214,7 +214,9 @@ def test_report_of_a_run_in_progress(run):
     assert result.status == "attempt 1, 4 of 6 steps done, no end recorded: its processes are gone"
     assert result.steps == 2
     events(run).write_text("\n".join(kept[:2]) + "\n")
-    assert report(run).verdict.startswith("no step measured; communicated bytes as predicted")  # as the other rank counted them
+    assert report(run).verdict.startswith(
+        "no step measured; communicated bytes as predicted"
+    )  # as the other rank counted them
 
 
 def test_report_of_a_run_that_a_callback_stopped(run):

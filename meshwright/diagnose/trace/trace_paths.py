@@ -24,7 +24,9 @@ def find_traces(paths: Sequence[Path]) -> list[Path]:
                 )
             found += inside
         elif not path.exists():
-            raise ConfigError(f"{path} does not exist", "expected a run folder, or a trace that torch.profiler exported")
+            raise ConfigError(
+                f"{path} does not exist", "expected a run folder, or a trace that torch.profiler exported"
+            )
         else:
             found.append(path)
     if len(found) > MAX_TRACES:
