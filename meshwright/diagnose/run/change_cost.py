@@ -48,7 +48,8 @@ def with_costs(finding: Finding, history: RunHistory, steps: TimedSteps) -> Find
         action = change.action or f"try {', '.join(change.settings)} with a layout and batch that allow it"
         return replace(finding, change=Change(action=action))
     if changed == steps.config or len(unused_settings(changed)) > len(unused_settings(steps.config)):
-        return replace(finding, change=replace(change, settings=()))  # the run has them, or would not use them
+        action = change.action or f"{', '.join(change.settings)} has no effect on this run"
+        return replace(finding, change=Change(action=action))
     if change.predicted_seconds is not None or finding.cause in BROKEN or not finding.share:
         return finding
     planned = planned_ratio(history, steps, changed)
