@@ -14,7 +14,9 @@ from meshwright.errors import ConfigError
 CERTIFICATE = "certificate.json"
 REPORTS = ("report.html", "report.md")
 """The reports that `meshwright report` writes by default."""
-FILES = ("run.toml", "identity.json", "plan.json", CERTIFICATE, *REPORTS)
+MERGED_TRACE = "trace.json.gz"
+"""The trace that `meshwright trace` writes by default."""
+FILES = ("run.toml", "identity.json", "plan.json", CERTIFICATE, *REPORTS, MERGED_TRACE)
 INITIAL = "initial"
 """The folder of the weights that a run starts from, if `checkpoint import` copied them."""
 FOLDERS = ("events", "attempts", "checkpoints", "trace", INITIAL)
@@ -62,7 +64,7 @@ class RunFolder:
     @property
     def merged_trace(self) -> Path:
         """The merged trace of all ranks, if `meshwright trace` has written it."""
-        return self.root / "trace.json.gz"
+        return self.root / MERGED_TRACE
 
     def spans(self, rank: int) -> Path:
         """The newer spans of a rank, over all attempts."""
