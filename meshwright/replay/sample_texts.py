@@ -1,12 +1,14 @@
-"""The beginning of the text of each sample of a step, or of its tokens where there is no text."""
+"""The beginning of the text of each sample of a step; where there is none, its tokens or the range of its arrays."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from meshwright.data.batch_structure import BatchStructure
 from meshwright.data.sample_text import read_texts
 from meshwright.data.source import ConcatenatedSource
 from meshwright.errors import MeshwrightError
@@ -29,7 +31,25 @@ def sample_texts(run: Path, job: Job, samples: Sequence[int], tokenizer: str) ->
         except MeshwrightError:  # synthetic data, and token files without a tokenizer, have no text
             return {sample: token_text(job, sample) for sample in samples}
         return {text["sample"]: DOCUMENT_SEPARATOR.join(text["documents"])[:MAX_CHARACTERS] for text in texts}
-    return {}
+    return {sample: array_text(job, sample) for sample in samples}
+
+
+def array_text(job: Job, sample: int) -> str:
+    """Shape and range of every entry of a sample for a custom model; empty if it cannot be decoded."""
+    try:
+        value = ConcatenatedSource(job.sources)[sample]
+        structure = BatchStructure.of(value)
+        entries = zip(structure.names, map(np.asarray, structure.flatten(value)), strict=True)
+        return "; ".join(f"entry {name}: {array_range(entry)}" for name, entry in entries)[:MAX_CHARACTERS]
+    except Exception:  # noqa: BLE001  a source may raise anything for a sample that it cannot decode
+        return ""
+
+
+def array_range(array: np.ndarray[Any, Any]) -> str:
+    """The value of a number; the shape of an array, with its smallest and largest value."""
+    if array.size == 1:
+        return f"{array.item():.4g}"
+    return f"shape {' x '.join(map(str, array.shape))}, from {array.min():.4g} to {array.max():.4g}"
 
 
 def token_text(job: Job, sample: int) -> str:

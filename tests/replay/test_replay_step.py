@@ -170,6 +170,9 @@ def test_replay_of_a_custom_model_uses_the_names_of_the_model(tmp_path):
     assert replay.equals_record
     assert [parameter.name for parameter in replay.parameters] == ["0.weight", "0.bias", "2.weight", "2.bias"]
     assert {"0", "1", "2"} <= {module.name for module in replay.modules}
+    largest = next(sample for sample in replay.samples if sample.sample == max(s.sample for s in replay.samples))
+    value = largest.index / 64
+    assert largest.text == f"entry 0: shape 4, from {value:.4g} to {value:.4g}; entry 1: {2 * value:.4g}"
 
 
 def tiny_model() -> nn.Module:

@@ -28,7 +28,7 @@ function progress(run) {
     meter("", share, `${format.percent(share)} of the steps are done`),
     facts([
       ["steps done", `${format.integer(figures.done)} of ${format.integer(figures.steps)} (${format.percent(share)})`],
-      [run.unit, `${format.count(figures.tokens_per_second)} per second`],
+      ...(run.unit === "samples" ? [] : [[run.unit, `${format.count(figures.tokens_per_second)} per second`]]),
       ["samples", `${format.number(figures.samples_per_second)} per second`],
       ["goodput, whole run", `${format.number(figures.goodput)} samples per second`],
       ["time left", advances ? format.seconds(figures.eta_seconds) : "–"],
