@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import stat
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import mean
@@ -12,7 +13,7 @@ from meshwright.errors import ConfigError
 from meshwright.io import format_seconds, output_file, write_output
 from meshwright.observe.trace.exposed_time import exposed_by_axis
 from meshwright.observe.trace.merge import MergedTrace
-from meshwright.telemetry.run_folder import RunFolder
+from meshwright.telemetry.run_folder import RunFolder, require_kind
 
 MAX_MERGED_STEPS = 20_000
 """Steps of one merged trace: more of them do not fit into the memory of a viewer."""
@@ -51,8 +52,9 @@ def write_trace(run: Path, steps: str | None = None, out: Path | None = None) ->
     ranges = parse_step_ranges(steps, "--steps", MAX_MERGED_STEPS) if steps is not None else []
     if steps is not None and len(ranges) != 1:
         raise ConfigError(f"--steps = {steps[:80]!r} is not one range", "expected FIRST:END, such as 10:13")
-    merged = MergedTrace(folder, ranges[0] if ranges else None)
+    require_kind(folder.merged_trace, stat.S_ISREG, "a regular file")  # a link in it could lead to any file of the user
     file = output_file(out, "--out") if out is not None else folder.merged_trace
+    merged = MergedTrace(folder, ranges[0] if ranges else None)
     write_output(file, merged.lines(), "--out")
     return TraceSummary(
         str(out or file),

@@ -134,6 +134,16 @@ HOSTILE = [
 ]
 
 
+def test_trace_is_not_written_through_a_link_in_the_run_folder(tensor_run: Path) -> None:
+    """The folder may come from somebody else."""
+    victim = tensor_run.parent / "victim"
+    victim.write_text("precious")
+    (tensor_run / "trace.json.gz").symlink_to(victim)
+    with pytest.raises(ConfigError, match="is a symbolic link; expected a regular file"):
+        write_trace(tensor_run)
+    assert victim.read_text() == "precious"
+
+
 def test_hostile_lines_of_spans_are_skipped(tensor_run: Path) -> None:
     write_trace(tensor_run, out=tensor_run / "clean.json")
     path = RunFolder(tensor_run).spans(0)
