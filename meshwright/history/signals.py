@@ -30,6 +30,8 @@ STATES = {
     "failed": "the run has failed, or its processes are gone, and nothing restarts it",
 }
 """Every state of a run, with its meaning."""
+ADVANCING = ("progressing", "replaying", "skipping")
+"""The states in which the remaining time is known."""
 
 STALL_FACTOR, STALL_SECONDS, OUTSIDE_SECONDS, START_SECONDS = 10.0, 10.0, 60.0, 600.0
 """Progress is overdue after STALL_FACTOR times the longest recent step, but not before STALL_SECONDS; between two steps

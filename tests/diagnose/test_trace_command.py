@@ -80,3 +80,11 @@ def test_a_trace_of_annotations_only_is_no_healthy_program(tmp_path: Path) -> No
     trace.add("user_annotation", "main", 0, 10)
     with pytest.raises(ConfigError, match="has no kernels, operators or collectives; expected a trace"):
         shown(trace.write(tmp_path / "trace.json"))
+
+
+def test_two_runs_are_no_traces(tmp_path, capsys):
+    (tmp_path / "events").mkdir()
+    with pytest.raises(SystemExit) as exit_code:
+        main(["diagnose", str(tmp_path), str(tmp_path)])
+    assert exit_code.value.code == 2
+    assert "is a run folder among 2 paths; expected one run folder, or traces only" in capsys.readouterr().err

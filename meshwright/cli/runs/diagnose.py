@@ -41,6 +41,8 @@ def diagnose(
         if diagnosis.trial is not None:
             show_trial(diagnosis.trial)
         return
+    if run := next(filter(is_run_folder, paths), None):
+        raise ConfigError(f"{run} is a run folder among {len(paths)} paths", "expected one run folder, or traces only")
     if try_:
         raise ConfigError("--try runs a change of a run", "expected one run folder")
     from meshwright.diagnose.trace.diagnose import diagnose_traces

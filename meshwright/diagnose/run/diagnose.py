@@ -50,7 +50,13 @@ def diagnose_run(history: RunHistory) -> list[Finding]:
     if steps is not None:
         found = [with_costs(finding, history, steps) for finding in found]
     folder = str(history.folder.root)
-    return [replace(one, check=one.check.replace("RUN", folder)) for one in found or [healthy(steps)]]
+    return [with_folder(one, folder) for one in found or [healthy(steps)]]
+
+
+def with_folder(finding: Finding, folder: str) -> Finding:
+    """The finding with the run folder in its commands."""
+    change = replace(finding.change, action=finding.change.action.replace("RUN", folder))
+    return replace(finding, change=change, check=finding.check.replace("RUN", folder))
 
 
 def order_findings(findings: Iterable[Finding]) -> list[Finding]:

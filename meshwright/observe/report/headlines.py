@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshwright.history.signals import Signals
+from meshwright.history.signals import ADVANCING, Signals
 from meshwright.io import format_clock, format_count, format_percent, format_seconds
 from meshwright.observe.report.document import Headline
 
@@ -18,7 +18,7 @@ def headlines(signals: Signals) -> list[Headline]:
                 ("steps/s", number(progress.steps_per_second)),
                 ("samples/s", number(progress.samples_per_second)),
                 ("goodput", f"{number(progress.goodput)} samples/s"),
-                *([("time left", format_clock(progress.eta_seconds))] if progress.eta_seconds else []),
+                *([("time left", format_clock(progress.eta_seconds or 0))] if signals.state in ADVANCING else []),
             ],
         ),
         Headline(

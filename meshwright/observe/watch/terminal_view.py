@@ -16,7 +16,7 @@ from rich.text import Text
 from meshwright.history.account import GoodputAccount
 from meshwright.history.goodput import goodput
 from meshwright.history.run_history import RunHistory
-from meshwright.history.signals import Signals, read_signals
+from meshwright.history.signals import ADVANCING, Signals, read_signals
 from meshwright.io import format_bytes, format_clock, format_percent, format_seconds, printable
 from meshwright.observe.console import make_console
 from meshwright.recover.incidents import tail_lines
@@ -190,7 +190,7 @@ def headline(snapshot: RunSnapshot) -> dict[str, list[str]]:
     words = [f"{progress.done:,} of {progress.steps:,} steps done" if progress.steps else "no step done"]
     if progress.steps_per_second is not None:
         words.append(f"{progress.steps_per_second:.3g} steps/s")
-    if progress.eta_seconds and snapshot.signals.state in ("progressing", "replaying", "skipping"):
+    if progress.eta_seconds and snapshot.signals.state in ADVANCING:
         words.append(f"eta {format_clock(progress.eta_seconds)}")
     words.append(f"goodput {progress.goodput or 0:,.3g} samples/s")
     if progress.samples_per_second is not None:
@@ -269,13 +269,13 @@ def rank_table(snapshot: RunSnapshot) -> list[RenderableType]:
     """The local time of every rank by phase, and its exposed communication, slowest ranks first."""
     if not snapshot.ranks:
         return []
-    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", show_edge=False)
+    table = Table(box=None, padding=(0, 2, 0, 0), header_style="bold", show_edge=False, pad_edge=False)
     table.add_column("rank", justify="right", no_wrap=True, min_width=4)
-    table.add_column("now", no_wrap=True)
+    table.add_column("at step")
     for name in (*PHASE_COLUMNS, "local time", "exposed"):
         table.add_column(name, justify="right", no_wrap=True)
     for found in snapshot.ranks[:MAX_RANKS]:
-        place = f"step {found.step}, {found.phase}" if found.step >= 0 else found.phase
+        place = f"{found.step}, {found.phase}" if found.step >= 0 else found.phase
         columns = [sum(found.local[phase] for phase in phases) for phases in PHASE_COLUMNS.values()]
         times = map(format_seconds, (*columns, found.local_seconds, found.exposed))
         style = "bright_red" if found.rank == snapshot.signals.rank else ""

@@ -64,7 +64,7 @@ def test_view_fits_the_terminal(run, width):
     lines = view(run, width).splitlines()
     assert max(map(len, lines)) <= width
     if width >= 80:
-        assert any(line.startswith("rank  now") and line.endswith("local time  exposed  ") for line in lines)
+        assert any(line.startswith("rank  at step") and line.endswith("local time  exposed") for line in lines)
         assert "samples/s" in "".join(lines)
         assert "0 restarts" in "".join(lines)
 
