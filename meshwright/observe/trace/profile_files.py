@@ -10,6 +10,7 @@ import re
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -32,7 +33,15 @@ MAX_ROWS = 100_000
 """Collectives that are read of one profile."""
 EXPECTED = "a profile that `meshwright train --profile` wrote"
 NAME = re.compile(r"rank-([0-9]{5,7})\.steps-([0-9]{1,12})-([0-9]{1,12})\.a([0-9]{4,9})\.json\.gz")
-DECODER = json.JSONDecoder(parse_constant=lambda _: None)
+
+
+def parse_float(text: str) -> float | None:
+    """Returns a number of a profile; None for one that is too large for JSON that others read, such as 1e999."""
+    value = float(text)
+    return value if isfinite(value) else None
+
+
+DECODER = json.JSONDecoder(parse_constant=lambda _: None, parse_float=parse_float)
 
 
 @dataclass(frozen=True, order=True)

@@ -167,3 +167,12 @@ def test_damaged_profiles_are_a_note_in_the_trace(tensor_run: Path, content: byt
     summary = write_trace(tensor_run)
     assert summary.notes
     check_format(read_trace(tensor_run / "trace.json.gz"))
+
+
+def test_numbers_that_are_too_large_for_json_are_not_copied(tensor_run: Path) -> None:
+    event = b'{"ph":"X","name":"a","pid":1,"tid":1,"ts":1,"dur":1e999,"args":{"b":1e999,"c":NaN,"d":0.5}}'
+    RunFolder(tensor_run).profile(0, range(0, 1), 1).write_bytes(gzip.compress(b'{"traceEvents": [' + event + b"]}"))
+    write_trace(tensor_run)
+    text = gzip.decompress((tensor_run / "trace.json.gz").read_bytes()).decode()
+    assert '"args":{"b":null,"c":null,"d":0.5}' in text
+    assert not any(word in text for word in ("Infinity", "NaN"))
