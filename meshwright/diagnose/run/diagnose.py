@@ -19,7 +19,7 @@ from meshwright.diagnose.run.step_time import (
     profiled_steps,
     stragglers,
 )
-from meshwright.diagnose.run.timed_steps import LIMITING_SHARE, TimedSteps, timed_steps
+from meshwright.diagnose.run.timed_steps import LIMITING_SHARE, TimedSteps, config_error, timed_steps
 from meshwright.history.run_history import RunHistory
 
 CLASSES: tuple[Callable[[RunHistory], Iterator[Finding]], ...] = (
@@ -50,7 +50,7 @@ def diagnose_run(history: RunHistory) -> list[Finding]:
     if steps is not None:
         found = [with_costs(finding, history, steps) for finding in found]
     folder = str(history.folder.root)
-    return [with_folder(one, folder) for one in found or [healthy(steps)]]
+    return [with_folder(one, folder) for one in found or [healthy(steps, history)]]
 
 
 def with_folder(finding: Finding, folder: str) -> Finding:
@@ -73,15 +73,17 @@ def importance(finding: Finding) -> tuple[int, float]:
     return len(BROKEN) + ((finding.cause, finding.variant) not in BROKEN_VARIANTS), weight
 
 
-def healthy(steps: TimedSteps | None) -> Finding:
+def healthy(steps: TimedSteps | None, history: RunHistory) -> Finding:
     if steps is None:
+        refused = config_error(history)
+        reason = f"run.toml cannot be read: {refused}" if refused else "there are too few steps to judge the step time"
         return Finding(
             "healthy",
-            "too few steps",
-            "no problem is on record, and there are too few steps to judge the step time",
+            "no settings" if refused else "too few steps",
+            f"no problem is on record, and {reason}",
             0.0,
             "low",
-            change=Change(action="run a few more steps"),
+            change=Change(action="repair run.toml" if refused else "run a few more steps"),
             check="meshwright diagnose RUN",
         )
     return Finding(

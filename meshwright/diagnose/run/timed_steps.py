@@ -114,6 +114,16 @@ def timed_steps(history: RunHistory) -> TimedSteps | None:
     return known[1]
 
 
+def config_error(history: RunHistory) -> str:
+    """Why the settings of a run cannot be used, or an empty string."""
+    try:
+        config = config_from_dict(history.config)
+        validate(config, own_model=bool(config.custom_model.class_))
+    except ConfigError as error:
+        return str(error)
+    return ""
+
+
 def read_timed_steps(history: RunHistory) -> TimedSteps | None:
     try:
         config = config_from_dict(history.config)

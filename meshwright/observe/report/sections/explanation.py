@@ -152,7 +152,7 @@ def exposed_in_profile(report: Report) -> Iterator[str]:
     steps, by_axis = profiled_exposure(report.history.folder) if report.history is not None else (0, {})
     if steps:
         listed = ", ".join(f"{axis} {format_seconds(spent)}" for axis, spent in by_axis.items())
-        yield f"By axis, exactly, in the mean of the {steps} newest profiled steps: {listed or 'nothing'}."
+        yield f"By axis, exactly, on rank 0 in the mean of the {steps} newest profiled steps: {listed or 'nothing'}."
 
 
 def predicted_exposed(plan: Mapping[str, Any]) -> dict[tuple[str, str], float]:
