@@ -17,7 +17,7 @@ from meshwright.config import MetricsConfig, ProfileConfig, RunConfig, TrackersC
 from meshwright.diagnose.finding import Finding
 from meshwright.diagnose.run.change_cost import change_settings, changes_numbers
 from meshwright.diagnose.run.diagnose import diagnose_run
-from meshwright.diagnose.run.timed_steps import timed_steps
+from meshwright.diagnose.run.timed_steps import MIN_STEPS, timed_steps
 from meshwright.diagnose.run.trial import ChangeTrial
 from meshwright.errors import ConfigError
 from meshwright.history.run_history import RunHistory
@@ -66,6 +66,8 @@ def try_first_finding(
         steps: steps of each side.
         fork: whether settings may be tried that change the numbers of the run.
     """
+    if steps < MIN_STEPS:
+        raise ConfigError(f"--steps {steps} are too few to measure", f"expected at least {MIN_STEPS}")
     history = RunHistory(RunFolder(run))
     findings = diagnose_run(history)
     with_settings = (one for one in findings if one.change.settings and one.change.predicted_seconds is not None)

@@ -6,7 +6,7 @@ import pytest
 from fake_machine import write_machine
 from synthetic_run import SyntheticRun
 
-from meshwright.api.diagnosis import trial_config
+from meshwright.api.diagnosis import trial_config, try_first_finding
 from meshwright.config import MetricsConfig, ProfileConfig, load_config
 from meshwright.diagnose.finding import Change, Finding
 from meshwright.diagnose.run.change_cost import change_settings, changes_numbers, with_costs
@@ -92,3 +92,9 @@ def test_trial_neither_serves_nor_pushes_metrics_nor_profiles():
     trial = trial_config(config, 20, saves=False)
     assert (trial.metrics, trial.profile) == (MetricsConfig(), ProfileConfig())
     assert trial.steps == 20
+
+
+@pytest.mark.parametrize("steps", [-5, 0, 3])
+def test_trial_of_too_few_steps_does_not_start(tmp_path, steps):
+    with pytest.raises(ConfigError, match=f"--steps {steps} are too few to measure; expected at least"):
+        try_first_finding(tmp_path, {}, steps=steps)
