@@ -47,9 +47,9 @@ class RunDiagnosis:
         return {"run": str(self.folder), "findings": [one.to_json() for one in self.findings], "trial": trial}
 
 
-def diagnose_folder(run: Path) -> RunDiagnosis:
+def diagnose_folder(run: Path | str) -> RunDiagnosis:
     """Diagnoses a run that is running, finished or failed. Its folder is only read."""
-    return RunDiagnosis(run, diagnose_run(RunHistory(RunFolder(run))))
+    return RunDiagnosis(Path(run), diagnose_run(RunHistory(RunFolder(Path(run)))))
 
 
 def try_first_finding(

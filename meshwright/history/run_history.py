@@ -114,6 +114,12 @@ class RunHistory:
         return self.attempts[-1] if self.attempts else None
 
     @property
+    def measured_attempt(self) -> AttemptHistory | None:
+        """The newest attempt, without those that found the run complete and ran no step."""
+        trained = (one for one in reversed(self.attempts) if one.steps_recorded or one.outcome != "complete")
+        return next(trained, self.newest_attempt)
+
+    @property
     def total_steps(self) -> int:
         """The number of steps of the run, or 0 if it is not known yet."""
         for attempt in reversed(self.attempts):

@@ -106,7 +106,7 @@ def read_signals(history: RunHistory, now: float, account: GoodputAccount | None
     """The signals at `now`, in Unix seconds; `account` is the goodput account if it has been made."""
     account = account or goodput(history, now)
     table = history.steps()
-    attempt = history.newest_attempt.number if history.newest_attempt is not None else -1
+    attempt = history.measured_attempt.number if history.measured_attempt is not None else -1
     recent, timed = table.recent().of_attempt(attempt), table.recent_timed().of_attempt(attempt)
     progress = read_progress(history, recent, account)
     state, sentence, rank = read_state(history, recent, now)

@@ -63,6 +63,19 @@ def test_progressing_with_rates_and_eta(run):
     assert found.communication.source == "host waits"
 
 
+def test_a_command_that_finds_the_run_complete_keeps_its_signals(run):
+    run.start()
+    train(run, range(10))
+    run.end("complete")
+    before = signals(run)
+    run.start()
+    run.end("complete")
+    after = signals(run)
+    assert after.progress.steps_per_second == before.progress.steps_per_second
+    assert after.communication == before.communication
+    assert after.communication.exposed_seconds is not None
+
+
 def test_recovery_posture_has_the_age_of_the_checkpoint_and_the_work_at_risk(run):
     run.start()
     run.hold()

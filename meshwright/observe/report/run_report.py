@@ -95,7 +95,9 @@ def build_report(folder: RunFolder) -> Report:
     """Builds the report of a run that is in progress, has ended, or failed."""
     history = RunHistory(folder)
     plan, notes = read_plan(folder)
-    attempt = next((each for each in reversed(history.attempts) if each.start), None)
+    attempt = history.measured_attempt
+    if attempt is None or not attempt.start:
+        attempt = next((each for each in reversed(history.attempts) if each.start), None)
     if attempt is None:
         newest = history.newest_attempt
         empty = Report(str(folder.root), run_status(newest, False, 0), 0, 0, notes=notes, history=history)
