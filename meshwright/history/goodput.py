@@ -21,7 +21,10 @@ def goodput(history: RunHistory, now: float) -> GoodputAccount:
     table = history.steps()
     weights, kept, numbers = divide_steps(history, table), survives(history, table), table.attempt
     line = TimeLine(history, now)
+    last = history.measured_attempt
     for attempt in history.attempts:
+        if last is not None and attempt.number > last.number:
+            break  # a later command has found the run complete
         rows = np.flatnonzero(numbers == attempt.number)
         line.add_attempt(attempt, table.select(rows), weights[rows], kept[rows])
     if history.is_restarting(now):

@@ -242,3 +242,14 @@ def test_account_of_a_run_without_steps(run):
     run.start(seconds=4.0)
     run.end("failed", message="no data")
     assert known(account(run)) == pytest.approx({"start": 5.0})
+
+
+def test_a_command_that_finds_the_run_complete_is_not_part_of_it(run):
+    run.start()
+    run.step(0)
+    run.end()
+    before = account(run)
+    run.now += 1000.0
+    run.start()
+    run.end()
+    assert account(run).nanoseconds == before.nanoseconds

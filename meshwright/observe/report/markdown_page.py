@@ -22,14 +22,13 @@ def blocks(document: RunDocument) -> Iterator[str]:
     yield f"# {escape(document.title)}"
     yield f"**{escape(document.state)}**: {escape(document.sentence)}"
     yield paragraph(document.verdict)
-    yield paragraph(document.status)
+    yield paragraph(f"{document.status}. {document.written}")
     for warning in document.warnings:
         yield f"> **Note:** {escape(warning)}"
     rows = [[headline.name, headline.figure, facts(headline.facts)] for headline in document.headlines]
     yield markdown_table(Table(("signal", "", "figures"), rows, (0, 1, 2)))
     for section in document.sections:
         yield from section_blocks(section, 2)
-    yield paragraph(document.written)
 
 
 def facts(pairs: Sequence[tuple[str, str]]) -> str:

@@ -80,5 +80,5 @@ def summarize(report: Report, now: float) -> RunDocument:
         headlines=headlines(signals),
         warnings=[f"{note[0].upper()}{note[1:]}." for note in report.other_machine],
         sections=[curves_section(history), account_section(history, now)],
-        written=f"Written by meshwright {__version__} at {written}.",
+        written=f"Written by meshwright {__version__} at {written}; ages are as of then.",
     )
