@@ -1,10 +1,14 @@
-"""Reads the event file of one rank: steps as a table, other records as events. Torch-free."""
+"""Reads the event file of one rank: steps as a table with running totals, other records as events. Torch-free."""
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
 
 from meshwright.history.event_tail import EventTail
 from meshwright.history.step_table import MAX_ROWS, StepRows, StepTable
@@ -24,12 +28,38 @@ SAMPLES = 256
 MAX_STEP_LINE_BYTES = 16 << 10
 STEP = b'{"kind":"step",'
 
+STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 300.0)
+"""Upper bounds of the buckets of the step time."""
+
+
+@dataclass
+class StepTotals:
+    """Sums over every step that was read. They never fall while a run is followed."""
+
+    steps: int = 0
+    tokens: float = 0.0
+    samples: float = 0.0
+    skipped: int = 0
+    seconds: float = 0.0
+    buckets: NDArray[np.int64] = field(default_factory=lambda: np.zeros(len(STEP_SECONDS) + 1, np.int64))
+    """steps up to every bound of STEP_SECONDS, and all steps"""
+
+    def add(self, new: StepTable) -> None:
+        """Adds the steps of a table."""
+        self.steps += len(new)
+        self.tokens += float(np.nansum(new.tokens))
+        self.samples += float(np.nansum(new.samples))
+        self.skipped += int(new.skipped.sum())
+        self.seconds += float(new.seconds.sum())
+        self.buckets += np.searchsorted(np.sort(new.seconds), (*STEP_SECONDS, np.inf), side="right")
+
 
 class RankSteps:
     """The steps of one rank as far as they were kept; `update` reads what was appended, and passes on other records."""
 
     def __init__(self, path: Path, rank: int, ranks: int = 1) -> None:
         self.rank = rank
+        self.totals = StepTotals()
         self._tail = EventTail(path)
         self._rows = StepRows(2 * NEWEST_STEPS if rank else MAX_ROWS)
         self._started = False
@@ -51,7 +81,9 @@ class RankSteps:
         for line in lines:
             self._add(line, receive)
         self._started = True
-        return self._rows.take_new()
+        new = self._rows.take_new()
+        self.totals.add(new)
+        return new
 
     def _first_lines(self) -> Iterator[bytes]:
         """Yields the lines that are read of the file as it is found."""

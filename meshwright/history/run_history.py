@@ -15,7 +15,7 @@ from meshwright.history.checkpoints import CheckpointHistory, CheckpointRecords
 from meshwright.history.clean_events import FIELDS, EventList, InvalidField, clean_event, integer
 from meshwright.history.event_tail import EventTail, FileReplaced
 from meshwright.history.liveness import MAX_NAMES, Liveness, event_ranks
-from meshwright.history.rank_steps import RankSteps
+from meshwright.history.rank_steps import RankSteps, StepTotals
 from meshwright.history.step_table import StepRows, StepTable
 from meshwright.io import MAX_JSON_BYTES, read_json, read_regular_file
 from meshwright.telemetry.events import Event
@@ -138,6 +138,11 @@ class RunHistory:
     def steps(self, rank: int = 0) -> StepTable:
         """The recorded steps of a rank, through all attempts; of ranks other than 0 the newest ones and samples."""
         return self._ranks[rank].table if rank in self._ranks else StepRows().table()
+
+    @property
+    def totals(self) -> StepTotals:
+        """The sums over all steps of rank 0, those that are no longer kept included."""
+        return self._ranks[0].totals if 0 in self._ranks else StepTotals()
 
     def update(self, now: float | None = None) -> None:
         """Reads what was appended since the last call. If the folder has another run by now, that is read instead."""

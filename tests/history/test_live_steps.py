@@ -22,6 +22,8 @@ def test_steps_of_other_ranks_are_thinned_while_the_run_goes_on(tmp_path):
         log.close()
         path.unlink()
         tables[rank] = records.table
+        assert records.totals.steps == records.totals.buckets[-1] == STEPS  # steps that are not kept count, too
+        assert records.totals.seconds == STEPS * 0.5
     assert len(tables[0]) == STEPS
     steps = tables[1].step.tolist()
     assert NEWEST_STEPS < len(steps) <= 2 * NEWEST_STEPS

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-import numpy as np
-
 from meshwright.history.goodput import PARTS
+from meshwright.history.rank_steps import STEP_SECONDS
 from meshwright.history.signals import STATES
 from meshwright.observe.metrics.metric import Histogram, Reading, Snapshot, mean
 from meshwright.telemetry.untrusted_records import finite_number
 
-STEP_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 300.0)
-"""Upper bounds of the buckets of the step time."""
 INFO = ("device", "layout", "shard", "precision", "batch", "torch", "meshwright")
 """Fields of the start record that the info metric has as labels."""
 
@@ -75,22 +72,21 @@ def goodput_ratio(snapshot: Snapshot) -> Iterator[Reading]:
 
 
 def executed_steps(snapshot: Snapshot) -> Iterator[Reading]:
-    yield (), float(len(snapshot.steps))
+    yield (), float(snapshot.history.totals.steps)
 
 
 def executed_tokens(snapshot: Snapshot) -> Iterator[Reading]:
-    yield (), float(np.nansum(snapshot.steps.tokens))
+    yield (), snapshot.history.totals.tokens
 
 
 def executed_samples(snapshot: Snapshot) -> Iterator[Reading]:
-    yield (), float(np.nansum(snapshot.steps.samples))
+    yield (), snapshot.history.totals.samples
 
 
 def step_seconds(snapshot: Snapshot) -> Iterator[Reading]:
-    seconds = np.sort(snapshot.steps.seconds)
-    counts = [int(count) for count in np.searchsorted(seconds, STEP_SECONDS, side="right")]
-    buckets = (*zip(STEP_SECONDS, counts, strict=True), (float("inf"), len(seconds)))
-    yield (), Histogram(buckets, float(seconds.sum()))
+    totals = snapshot.history.totals
+    bounds = (*STEP_SECONDS, float("inf"))
+    yield (), Histogram(tuple(zip(bounds, totals.buckets.tolist(), strict=True)), totals.seconds)
 
 
 def mfu(snapshot: Snapshot) -> Iterator[Reading]:
@@ -126,7 +122,7 @@ def noise_scale(snapshot: Snapshot) -> Iterator[Reading]:
 
 
 def skipped_steps(snapshot: Snapshot) -> Iterator[Reading]:
-    yield (), float(snapshot.steps.skipped.sum())
+    yield (), float(snapshot.history.totals.skipped)
 
 
 def bad_samples(snapshot: Snapshot) -> Iterator[Reading]:
