@@ -57,6 +57,8 @@ def test_loss_spike_names_the_step_and_the_replay_that_shows_its_samples(run):
     assert finding.check == "meshwright replay RUN --step 33"
     first = diagnose_run(run.history())[0]
     assert (first.cause, first.check) == ("numerics", f"meshwright replay {run.folder.root} --step 33")
+    run.folder.run_file.write_text('[custom_model]\nclass = "Net"\nmodel = "my:net"\nloss = "my:loss"\n')
+    assert diagnose_run(run.history())[0].check == f"{first.check} --model my:net --loss my:loss"
 
 
 def test_diverging_learning_rate_is_named_with_a_lower_one(run):

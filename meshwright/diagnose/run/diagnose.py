@@ -19,7 +19,13 @@ from meshwright.diagnose.run.step_time import (
     profiled_steps,
     stragglers,
 )
-from meshwright.diagnose.run.timed_steps import LIMITING_SHARE, TimedSteps, config_error, timed_steps
+from meshwright.diagnose.run.timed_steps import (
+    LIMITING_SHARE,
+    TimedSteps,
+    config_error,
+    custom_model_options,
+    timed_steps,
+)
 from meshwright.history.run_history import RunHistory
 
 CLASSES: tuple[Callable[[RunHistory], Iterator[Finding]], ...] = (
@@ -49,14 +55,16 @@ def diagnose_run(history: RunHistory) -> list[Finding]:
     found = order_findings(finding for find in CLASSES for finding in find(history))
     if steps is not None:
         found = [with_costs(finding, history, steps) for finding in found]
+    return [complete_commands(one, history) for one in found or [healthy(steps, history)]]
+
+
+def complete_commands(finding: Finding, history: RunHistory) -> Finding:
+    """The finding with the run folder in its commands, and with the options of a custom model where they are needed."""
     folder = str(history.folder.root)
-    return [with_folder(one, folder) for one in found or [healthy(steps, history)]]
-
-
-def with_folder(finding: Finding, folder: str) -> Finding:
-    """The finding with the run folder in its commands."""
     change = replace(finding.change, action=finding.change.action.replace("RUN", folder))
-    return replace(finding, change=change, check=finding.check.replace("RUN", folder))
+    needs_model = finding.check.startswith("meshwright replay") or finding.check.endswith("--try")
+    options = custom_model_options(history) if needs_model else ""
+    return replace(finding, change=change, check=f"{finding.check.replace('RUN', folder)} {options}".strip())
 
 
 def order_findings(findings: Iterable[Finding]) -> list[Finding]:

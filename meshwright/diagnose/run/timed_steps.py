@@ -124,6 +124,15 @@ def config_error(history: RunHistory) -> str:
     return ""
 
 
+def custom_model_options(history: RunHistory) -> str:
+    """The command-line options that name the custom model of a run; empty for a built-in model."""
+    try:
+        custom = config_from_dict(history.config).custom_model
+    except ConfigError:
+        return ""
+    return custom.options if custom.class_ else ""
+
+
 def read_timed_steps(history: RunHistory) -> TimedSteps | None:
     try:
         config = config_from_dict(history.config)
