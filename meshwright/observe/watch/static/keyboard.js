@@ -1,7 +1,7 @@
 // The keys of the page, and the dialog that lists them.
 import { el } from "./dom.js";
 
-const typing = (target) => target.closest?.("input, select, textarea, dialog") !== null;
+const typing = (target) => target.closest?.("input, select, textarea, dialog[open]") !== null;
 
 /** Connects keys to actions: [keys, what they do, action]. */
 export function connectKeys(bindings) {
