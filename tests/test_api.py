@@ -138,6 +138,7 @@ for name in ("one", "two"):
 """
 
 
+@pytest.mark.long
 def test_train_can_be_called_twice_in_one_torchrun_process(tmp_path):
     (tmp_path / "twice.py").write_text(TWICE)
     command = [

@@ -53,6 +53,7 @@ def test_there_are_twenty_faults_with_two_variants_each():
     assert all(fault.development != fault.test for fault in FAULTS.values())
 
 
+@pytest.mark.long
 def test_trial_measures_the_change_and_leaves_the_run_folder_alone(tmp_path, monkeypatch):
     """Saves cost much more than everything else, so that noise does not matter."""
     fault = "save.before_manifest:slow=0.6"

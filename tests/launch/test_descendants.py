@@ -44,10 +44,10 @@ def start_all(_world, end: str, path: str):
         time.sleep(1000)
 
 
-LONG_ENDS = [pytest.param(end, marks=pytest.mark.long) for end in ("fail", "stopped")]
+LONG_ENDS = [pytest.param(end, marks=pytest.mark.long) for end in ("return", "fail", "stopped")]
 
 
-@pytest.mark.parametrize("end", ["return", "kill", *LONG_ENDS])
+@pytest.mark.parametrize("end", ["kill", *LONG_ENDS])
 def test_processes_that_a_rank_has_started_end_with_it(tmp_path, end):
     bystander = subprocess.Popen(["sleep", "1000"])
     try:

@@ -46,7 +46,7 @@ def test_killed_run_ends_bitwise_equal_to_undisturbed_run(layout, faults, undist
     ("layout", "fault", "phase"),
     [
         ("sharded", "step.backward:rank1:hang@step7", "backward"),
-        ("tensor", "step.forward:rank1:stop@step7", "forward"),
+        pytest.param("tensor", "step.forward:rank1:stop@step7", "forward", marks=pytest.mark.long),
         ("tensor", "step.forward:rank1:hang@step1", "forward"),  # while the step is counted
     ],
 )
@@ -66,7 +66,9 @@ def test_nonfinite_gradient_is_skipped_on_every_rank(layout, runs):
         assert [e["step"] for e in runs.events("step", rank) if e.get("skipped")] == [4]
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    "layout", [name if name == "sharded" else pytest.param(name, marks=pytest.mark.long) for name in LAYOUTS]
+)
 def test_sigterm_stops_all_ranks_at_one_step_after_a_checkpoint(layout, runs, undisturbed):
     """Whether parameters are unsharded at that moment or not."""
     with pytest.raises(MeshwrightError, match="stopped by signal 15 before step 7, on every rank"):
