@@ -7,7 +7,8 @@ from pathlib import Path
 from rich.console import Console
 
 from meshwright.config import load_config
-from meshwright.observe.terminal import RATE_WINDOW, Terminal, live_line
+from meshwright.history.step_table import RECENT_STEPS
+from meshwright.observe.terminal import Terminal, live_line
 from meshwright.telemetry.events import read_events
 from meshwright.telemetry.run_folder import RunFolder
 
@@ -27,7 +28,7 @@ def main(folder: RunFolder) -> None:
     for event in events:
         if event["kind"] == "start" or (event["kind"] in SHOWN and event["step"] < steps[-1]["step"]):
             terminal.show(event)
-    terminal.console.print(live_line(steps[-RATE_WINDOW:], terminal.steps, WIDTH, terminal.checkpoint))
+    terminal.console.print(live_line(steps[-RECENT_STEPS:], terminal.steps, WIDTH, terminal.checkpoint))
     terminal.console.save_svg("docs/run.svg", title="meshwright")
 
 
