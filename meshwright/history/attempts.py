@@ -126,7 +126,3 @@ class AttemptHistory:
         if time is not None:
             self.first_record = time if self.first_record is None else min(self.first_record, time)
             self.last_record = time if self.last_record is None else max(self.last_record, time)
-
-    def saw_steps(self, first: int, last: int) -> None:
-        """Takes the first and the last step that rank 0 has recorded."""
-        self.steps_recorded = (first, last)

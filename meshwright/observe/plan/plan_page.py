@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from meshwright.io import format_bytes, format_count, format_percent, format_seconds
+from meshwright.observe.html_templates import template_environment
 from meshwright.observe.plan.plan_svg import memory_picture, pareto_picture, pipeline_picture, step_picture
 from meshwright.observe.plan.plan_text import title
 from meshwright.planner.describe import describe_execution, describe_layout, describe_plan, exposed_seconds
@@ -32,14 +32,7 @@ SCALING_HEADINGS = (
 
 
 def render_plan_page(result: PlanResult, top: int) -> str:
-    environment = Environment(
-        loader=PackageLoader("meshwright.observe"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    return environment.get_template("plan.html").render(page_context(result, top)).lstrip()
+    return template_environment().get_template("plan.html").render(page_context(result, top)).lstrip()
 
 
 def page_context(result: PlanResult, top: int) -> dict[str, Any]:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from jinja2 import Environment, PackageLoader, StrictUndefined
 from markupsafe import Markup
 
 from meshwright.io import printable
+from meshwright.observe.html_templates import template_environment
 from meshwright.observe.report.document import RunDocument
 
 
@@ -22,14 +22,7 @@ def render_fragment(document: RunDocument) -> str:
 
 
 def render(template: str, root: str, document: RunDocument) -> str:
-    environment = Environment(
-        loader=PackageLoader("meshwright.observe"),
-        autoescape=True,
-        undefined=StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-        finalize=shown,
-    )
+    environment = template_environment(finalize=shown)
     style = Markup(environment.get_template("run_style.css").render(root=root))
     return environment.get_template(template).render(document=document, style=style).lstrip() + "\n"
 

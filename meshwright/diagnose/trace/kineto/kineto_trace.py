@@ -46,12 +46,6 @@ class KinetoTrace:
         return info if isinstance(info, dict) else {}
 
     @property
-    def base_microseconds(self) -> float:
-        """What is added to times of this trace to get Unix time, so that several traces have one clock."""
-        base = self.header.get("baseTimeNanoseconds")
-        return base / 1e3 if isinstance(base, int) and abs(base) < 1 << 63 else 0.0
-
-    @property
     def has_device(self) -> bool:
         return bool(self.events.is_device.any())
 
