@@ -5,8 +5,7 @@ from meshwright.config.block_sizes import BLOCK_SIZES, BlockSizes
 from meshwright.config.constraints import IGNORE_INDEX, MAX_GLOBAL_BATCH
 from meshwright.config.data import DataConfig, SourceConfig
 from meshwright.config.fingerprint import fingerprint, identity, placement
-from meshwright.config.lora import LoraConfig
-from meshwright.config.model import ModelConfig
+from meshwright.config.model import LoraConfig, ModelConfig
 from meshwright.config.optimizer import OptimizerConfig, ParameterGroupConfig, ScheduleConfig
 from meshwright.config.parallelism import (
     ActivationCheckpointConfig,
@@ -14,6 +13,7 @@ from meshwright.config.parallelism import (
     ContextConfig,
     DDPConfig,
     FSDPConfig,
+    KernelsConfig,
     LayoutConfig,
     PipelineConfig,
 )
@@ -52,6 +52,7 @@ __all__ = [
     "EarlyStoppingConfig",
     "EvalConfig",
     "FSDPConfig",
+    "KernelsConfig",
     "LaunchConfig",
     "LayoutConfig",
     "LoraConfig",

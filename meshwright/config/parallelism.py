@@ -131,11 +131,36 @@ class ActivationCheckpointConfig:
     """with mode = full: number of consecutive blocks that are recomputed together; peak memory is lowest near
     sqrt(layers x input bytes / block activation bytes)
     """
+    memory_budget: Annotated[float | None, Range(minimum=0, maximum=1), PLACEMENT] = None
+    """fraction of the activation memory of a compiled block that torch.compile may keep for backward: it recomputes the
+    operators that are cheapest to recompute (torch's activation_memory_budget); unset: 1
+    """
+    offload: Annotated[bool, PLACEMENT] = False
+    """copy the inputs of blocks to pinned host memory in forward, and back before their backward pass"""
 
 
 @dataclass(frozen=True)
 class CompileConfig:
-    """torch.compile."""
+    """torch.compile. It may change the last bits of results."""
 
-    enabled: Annotated[bool, PLACEMENT] = False
-    """compile each block with torch.compile; may change the last bits of results"""
+    enabled: Annotated[bool | None, PLACEMENT] = None
+    """compile the model with torch.compile; unset: true on CUDA, false on CPU"""
+    scope: Annotated[Literal["block", "model"] | None, PLACEMENT] = None
+    """block compiles every block by itself, which takes seconds; model compiles the whole model, which takes longer and
+    is faster for small models; unset: block, or what is measured to be faster at the start of a run that is long enough
+    for it to pay
+    """
+
+
+@dataclass(frozen=True)
+class KernelsConfig:
+    """The kernels of operators that have several. Each computes the same up to rounding."""
+
+    attention: Annotated[Literal["flash", "cudnn", "efficient", "math"] | None, PLACEMENT] = None
+    """backend of scaled_dot_product_attention; unset: on CUDA the one that is measured to be fastest at the start of a
+    run, on CPU torch's choice
+    """
+    loss: Annotated[Literal["fused", "torch"] | None, PLACEMENT] = None
+    """fused computes output projection and cross-entropy in chunks of tokens and never keeps the logits; torch computes
+    both by torch's own operators; unset: fused on CUDA, torch on CPU
+    """

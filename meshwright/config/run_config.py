@@ -22,8 +22,7 @@ from meshwright.config.constraints import (
     parse_step_ranges,
 )
 from meshwright.config.data import DataConfig
-from meshwright.config.lora import LoraConfig
-from meshwright.config.model import ModelConfig
+from meshwright.config.model import LoraConfig, ModelConfig
 from meshwright.config.optimizer import OptimizerConfig, ScheduleConfig
 from meshwright.config.parallelism import (
     ActivationCheckpointConfig,
@@ -31,6 +30,7 @@ from meshwright.config.parallelism import (
     ContextConfig,
     DDPConfig,
     FSDPConfig,
+    KernelsConfig,
     LayoutConfig,
     PipelineConfig,
 )
@@ -49,10 +49,22 @@ class BatchConfig:
 
 @dataclass(frozen=True)
 class PrecisionConfig:
-    """Mixed precision. Parameters and optimizer state are float32, or float64 with compute = fp64."""
+    """Mixed precision. Master weights and optimizer state are float32, or float64 with compute = fp64."""
 
     compute: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
     """dtype of forward and backward; fp16 uses dynamic loss scaling"""
+    weights: Annotated[Literal["fp32", "bf16"] | None, PLACEMENT] = None
+    """with compute = bf16, dtype of the weights in the model: bf16 keeps float32 master weights in the optimizer, and
+    fp32 casts the weights in every forward pass (autocast); unset: bf16 on CUDA, fp32 on CPU
+    """
+    residual: Annotated[Literal["fp32", "bf16"] | None, PLACEMENT] = None
+    """with compute = bf16, dtype of the residual stream of built-in models; unset: that of `weights`"""
+    float8: bool = False
+    """compute the linear layers of blocks in float8 with one scale per row; weights, gradients and optimizer state keep
+    their dtypes; needs compute = bf16 and a GPU of compute capability 8.9 or newer
+    """
+    tf32: bool = False
+    """with compute = fp32, let CUDA compute matmuls in TF32, which has 10 bits of mantissa"""
     loss_scale: PositiveFloat = 65536.0
     """fp16: initial loss scale"""
     scale_interval: PositiveInt = 1000
@@ -291,6 +303,7 @@ class RunConfig:
     context: ContextConfig = field(default_factory=ContextConfig)
     activation_checkpoint: ActivationCheckpointConfig = field(default_factory=ActivationCheckpointConfig)
     compile: CompileConfig = field(default_factory=CompileConfig)
+    kernels: KernelsConfig = field(default_factory=KernelsConfig)
     early_stopping: Annotated[EarlyStoppingConfig, PLACEMENT] = field(default_factory=EarlyStoppingConfig)
     trackers: Annotated[TrackersConfig, PLACEMENT] = field(default_factory=TrackersConfig)
     profile: Annotated[ProfileConfig, PLACEMENT] = field(default_factory=ProfileConfig)

@@ -1,0 +1,1 @@
+"""Triton kernels, each with the torch function that is its oracle and its fallback."""
