@@ -21,6 +21,7 @@ from torch import Tensor, nn
 
 from meshwright.config import DDPConfig, RunConfig
 from meshwright.errors import ConfigError
+from meshwright.models.layers.loss import use_fused_loss
 from meshwright.parallel.activation_checkpoint import apply_activation_checkpointing
 from meshwright.parallel.compile import apply_compile
 from meshwright.parallel.context_parallel.context_attention import ContextAttention
@@ -108,6 +109,8 @@ class AxisOrder:
 
     def __call__(self, model: nn.Module, spec: ParallelSpec) -> ParallelModel:
         config, meshes = self.config, self.meshes
+        if config.kernels.loss == "fused" and self.layout.tensor == 1:
+            use_fused_loss(model)
         if tensor_mesh := meshes.submesh("tensor"):
             apply_tensor_parallel(model, spec, tensor_mesh)
         apply_expert_parallel(model, spec, meshes)

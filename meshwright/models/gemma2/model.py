@@ -97,21 +97,6 @@ class Gemma2Decoder(nn.Module):
         return self.norm(self.stack(self.blocks, x, rotary))  # type: ignore[no-any-return]
 
 
-class SoftCappedHead(HeadLoss):
-    """The output projection with logits cap * tanh(logits / cap), and the cross-entropy loss."""
-
-    def __init__(self, width: int, vocab: int, cap: float) -> None:
-        super().__init__(width, vocab)
-        self.cap = cap
-
-    def logits(self, hidden: Tensor) -> Tensor:
-        return soft_cap(super().logits(hidden), self.cap)
-
-
-def soft_cap(x: Tensor, cap: float) -> Tensor:
-    return cap * (x / cap).tanh()
-
-
 def build(config: ModelConfig, options: Gemma2Options) -> LanguageModel:
-    head = SoftCappedHead(config.width, config.vocab, options.logit_softcap)
+    head = HeadLoss(config.width, config.vocab, options.logit_softcap)
     return LanguageModel(config, Gemma2Decoder(config, options), head)

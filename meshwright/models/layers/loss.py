@@ -11,24 +11,39 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.config import IGNORE_INDEX
+from meshwright.kernels.cross_entropy import linear_cross_entropy
 
 
 class HeadLoss(nn.Module):
-    """The output projection and the cross-entropy loss."""
+    """The output projection and the cross-entropy loss. With a soft cap, logits are cap * tanh(logits / cap)."""
 
-    def __init__(self, width: int, vocab: int) -> None:
+    fused = False
+    """whether the logits exist for one chunk of tokens only, see `use_fused_loss`"""
+
+    def __init__(self, width: int, vocab: int, cap: float | None = None) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.empty(vocab, width))
+        self.cap = cap
 
     def forward(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        if self.fused:
+            return linear_cross_entropy(hidden, self.weight, labels, IGNORE_INDEX, self.cap), valid_tokens(labels)
         logits = self.logits(hidden).flatten(0, -2)
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         total = F.cross_entropy(wide, labels.flatten(), reduction="sum", ignore_index=IGNORE_INDEX)
         return total, valid_tokens(labels)
 
     def logits(self, hidden: Tensor) -> Tensor:
-        return F.linear(hidden, self.weight)
+        logits = F.linear(hidden, self.weight)
+        return logits if self.cap is None else self.cap * (logits / self.cap).tanh()
 
 
 def valid_tokens(labels: Tensor) -> Tensor:
     return (labels != IGNORE_INDEX).sum()
+
+
+def use_fused_loss(model: nn.Module) -> None:
+    """Lets the heads of a model compute projection and loss together, in chunks of tokens."""
+    for module in model.modules():
+        if isinstance(module, HeadLoss):
+            module.fused = True

@@ -1,0 +1,219 @@
+"""The output projection and the cross-entropy loss in one function, which keeps the logits of one chunk of tokens.
+
+The logits of a chunk are replaced by their gradient in place, and the gradients of the hidden states and of the weight
+are computed at once; backward multiplies them by the gradient of the loss. The weight's gradient is added up over
+chunks in float32 at least, so it is rounded once, as that of one matrix product is.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from meshwright.kernels.triton_runtime import runs_triton
+from meshwright.torch_private import is_fake
+
+CHUNK_BYTES = 512 * 2**20
+"""The most bytes of the logits of one chunk."""
+ROW_MULTIPLE = 64
+"""Rows of logits begin at multiples of this many elements; matrix products of unaligned rows are twice as slow."""
+TOKEN_MULTIPLE = 128
+"""Tokens per chunk are rounded up to a multiple of this, the tile of a matrix product."""
+
+
+def linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    ignore_index: int,
+    softcap: float | None = None,
+    chunk_tokens: int | None = None,
+) -> Tensor:
+    """Returns the sum of the cross-entropy losses of `softcap * tanh(hidden @ weight.T / softcap)`, without the cap if
+    it is None. Rows whose label is `ignore_index` count nothing. Under autocast, matrix products have its dtype.
+    """
+    device = hidden.device.type
+    dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
+    hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
+    chunk = chunk_tokens or default_chunk(len(hidden), len(weight), dtype.itemsize)
+    if not torch.is_grad_enabled() or not (hidden.requires_grad or weight.requires_grad):
+        return compute(hidden, weight, labels, dtype, ignore_index, softcap, chunk, False, False)[0]
+    settings = dtype, ignore_index, softcap, chunk
+    return LinearCrossEntropy.apply(hidden, weight, labels, *settings)  # type: ignore[no-any-return, no-untyped-call]
+
+
+def default_chunk(tokens: int, vocab: int, itemsize: int) -> int:
+    """Tokens per chunk: the fewest chunks of at most `CHUNK_BYTES`, all of about the same size."""
+    most = max(1, CHUNK_BYTES // (padded(vocab) * itemsize))
+    chunks = max(1, math.ceil(tokens / most))
+    return max(1, math.ceil(tokens / chunks / TOKEN_MULTIPLE)) * TOKEN_MULTIPLE
+
+
+def padded(vocab: int) -> int:
+    return math.ceil(vocab / ROW_MULTIPLE) * ROW_MULTIPLE
+
+
+class LinearCrossEntropy(torch.autograd.Function):
+    """`linear_cross_entropy` with its gradients, which forward computes."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        labels: Tensor,
+        dtype: torch.dtype,
+        ignore_index: int,
+        softcap: float | None,
+        chunk: int,
+    ) -> Tensor:
+        needed = hidden.requires_grad, weight.requires_grad
+        loss, d_hidden, d_weight = compute(hidden, weight, labels, dtype, ignore_index, softcap, chunk, *needed)
+        ctx.save_for_backward(d_hidden, d_weight)
+        ctx.dtypes, ctx.needed = (hidden.dtype, weight.dtype), needed
+        return loss
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        scaled = [
+            scale(tensor, gradient, dtype) if needed else None
+            for tensor, dtype, needed in zip(ctx.saved_tensors, ctx.dtypes, ctx.needed, strict=True)
+        ]
+        return *scaled, None, None, None, None, None
+
+
+def compute(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    dtype: torch.dtype,
+    ignore_index: int,
+    softcap: float | None,
+    chunk: int,
+    needs_hidden: bool,
+    needs_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Returns the summed loss and its gradients over hidden states and weight; those that are not needed are empty.
+    torch.compile sees it as one operator.
+    """
+    function = compute_operator if torch.compiler.is_compiling() else compute_chunks
+    return function(hidden, weight, labels, dtype, ignore_index, softcap, chunk, needs_hidden, needs_weight)
+
+
+@torch.no_grad()
+def compute_chunks(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,
+    dtype: torch.dtype,
+    ignore_index: int,
+    softcap: float | None,
+    chunk: int,
+    needs_hidden: bool,
+    needs_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    tokens, vocab = len(hidden), len(weight)
+    d_hidden, d_weight = empty_gradients(hidden, weight, dtype, needs_hidden, needs_weight)
+    losses = hidden.new_empty(tokens, dtype=at_least_float32(dtype))
+    with torch.autocast(hidden.device.type, enabled=False):
+        hidden, weight = hidden.to(dtype), weight.to(dtype)
+        buffer = hidden.new_empty(min(chunk, tokens), padded(vocab))
+        for start in range(0, tokens, chunk):
+            part = slice(start, min(start + chunk, tokens))
+            logits = buffer[: part.stop - start, :vocab]
+            torch.mm(hidden[part], weight.t(), out=logits)
+            cross_entropy_in_place(
+                logits, labels[part], losses[part], ignore_index, softcap, needs_hidden or needs_weight
+            )
+            if needs_hidden:
+                torch.mm(logits, weight, out=d_hidden[part])
+            if needs_weight:
+                add_product(d_weight, logits.t(), hidden[part], first=start == 0)
+    return losses.sum(), d_hidden, d_weight
+
+
+compute_operator = torch.library.custom_op(
+    "meshwright::linear_cross_entropy",
+    compute_chunks,
+    mutates_args=(),
+    schema="(Tensor hidden, Tensor weight, Tensor labels, ScalarType dtype, int ignore_index, float? softcap, "
+    "int chunk, bool needs_hidden, bool needs_weight) -> (Tensor, Tensor, Tensor)",
+)
+
+
+@compute_operator.register_fake
+def _(
+    hidden: Tensor,
+    weight: Tensor,
+    labels: Tensor,  # noqa: ARG001
+    dtype: torch.dtype,
+    ignore_index: int,  # noqa: ARG001
+    softcap: float | None,  # noqa: ARG001
+    chunk: int,  # noqa: ARG001
+    needs_hidden: bool,
+    needs_weight: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    loss = hidden.new_empty((), dtype=at_least_float32(dtype))
+    return loss, *empty_gradients(hidden, weight, dtype, needs_hidden, needs_weight)
+
+
+def empty_gradients(
+    hidden: Tensor, weight: Tensor, dtype: torch.dtype, needs_hidden: bool, needs_weight: bool
+) -> tuple[Tensor, Tensor]:
+    """Allocates the gradients: of the hidden states in the dtype of the products, of the weight in float32 at least."""
+    d_hidden = hidden.new_empty(hidden.shape if needs_hidden else 0, dtype=dtype)
+    d_weight = weight.new_empty(weight.shape if needs_weight else 0, dtype=at_least_float32(dtype))
+    return d_hidden, d_weight
+
+
+def at_least_float32(dtype: torch.dtype) -> torch.dtype:
+    return torch.promote_types(dtype, torch.float32)
+
+
+def add_product(total: Tensor, left: Tensor, right: Tensor, *, first: bool) -> None:
+    """Adds left @ right to the total, which has no value before the first product."""
+    beta = 0 if first else 1
+    if left.is_cuda and left.dtype != total.dtype:
+        torch.addmm(total, left, right, out_dtype=total.dtype, beta=beta, out=total)
+    else:
+        torch.addmm(total, left.to(total.dtype), right.to(total.dtype), beta=beta, out=total)
+
+
+def cross_entropy_in_place(
+    logits: Tensor, labels: Tensor, losses: Tensor, ignore_index: int, softcap: float | None, gradient: bool
+) -> None:
+    """Writes the cross-entropy loss of every row, and with `gradient` replaces the logits by their gradient."""
+    if not runs_triton(logits.device) or logits.dtype == torch.float64:
+        torch_cross_entropy_in_place(logits, labels, losses, ignore_index, softcap, gradient)
+    elif not is_fake(logits):
+        from meshwright.kernels.cross_entropy_kernel import launch
+
+        launch(logits, labels, losses, ignore_index, softcap, gradient)
+
+
+def torch_cross_entropy_in_place(
+    logits: Tensor, labels: Tensor, losses: Tensor, ignore_index: int, softcap: float | None, gradient: bool
+) -> None:
+    """The torch function of the kernel."""
+    wide = logits.to(losses.dtype)
+    capped = wide if softcap is None else softcap * (wide / softcap).tanh()
+    log_sum = capped.logsumexp(-1, keepdim=True)
+    valid = (labels != ignore_index)[:, None]
+    index = labels[:, None].where(valid, 0)
+    losses.copy_((log_sum - capped.gather(1, index)).where(valid, 0.0)[:, 0])
+    if not gradient:
+        return
+    slope = 1.0 if softcap is None else 1.0 - (capped / softcap) ** 2
+    probability = (capped - log_sum).exp_()
+    probability.scatter_(1, index, probability.gather(1, index) - 1.0)
+    logits.copy_((probability * slope).where(valid, 0.0))
+
+
+def scale(tensor: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns tensor * factor in a dtype, without a copy of the product in a wider one."""
+    if torch.compiler.is_compiling():
+        return (tensor * factor).to(dtype)
+    return torch.mul(tensor, factor, out=tensor.new_empty(tensor.shape, dtype=dtype))

@@ -1,0 +1,90 @@
+"""The Triton kernel of the cross-entropy of rows of logits, which replaces the logits by their gradient."""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator"
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+BLOCK = 4096
+"""Logits of a row that a program loads at a time."""
+
+
+@triton.jit
+def cross_entropy_rows(
+    logits,
+    stride,
+    labels,
+    losses,
+    vocab,
+    ignore_index,
+    softcap,
+    CAPPED: tl.constexpr,
+    GRADIENT: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """One row per program: a pass over the logits computes log-sum-exp, and a second one writes the gradient."""
+    row = tl.program_id(0).to(tl.int64)
+    logits += row * stride
+    label = tl.load(labels + row)
+    lane = tl.arange(0, BLOCK)
+    if label == ignore_index:
+        tl.store(losses + row, 0.0)
+        if GRADIENT:
+            for start in range(0, vocab, BLOCK):
+                index = start + lane
+                tl.store(logits + index, tl.zeros([BLOCK], tl.float32).to(logits.dtype.element_ty), mask=index < vocab)
+    else:
+        # every lane keeps the maximum of its logits and the sum of exp(logit - maximum)
+        maximum = tl.full([BLOCK], -1e30, tl.float32)
+        total = tl.zeros([BLOCK], tl.float32)
+        for start in range(0, vocab, BLOCK):
+            index = start + lane
+            x = tl.load(logits + index, mask=index < vocab, other=float("-inf")).to(tl.float32)
+            if CAPPED:
+                x = tl.where(index < vocab, softcap - 2.0 * softcap / (tl.exp(2.0 * x / softcap) + 1.0), x)
+            above = x - maximum
+            ratio = tl.exp(-tl.abs(above))
+            total = tl.where(above > 0, total * ratio + 1.0, total + ratio)
+            maximum = tl.maximum(maximum, x)
+        largest = tl.max(maximum, 0)
+        log_sum = largest + tl.log(tl.sum(total * tl.exp(maximum - largest), 0))
+        # a label outside of the vocabulary makes the loss NaN, which the step reports
+        inside = (label >= 0) & (label < vocab)
+        target = tl.load(logits + label, mask=inside, other=float("nan")).to(tl.float32)
+        if CAPPED:
+            target = softcap - 2.0 * softcap / (tl.exp(2.0 * target / softcap) + 1.0)
+        tl.store(losses + row, log_sum - target)
+        if GRADIENT:
+            tl.debug_barrier()  # every thread has read the target before one overwrites it
+            for start in range(0, vocab, BLOCK):
+                index = start + lane
+                x = tl.load(logits + index, mask=index < vocab, other=float("-inf")).to(tl.float32)
+                slope = 1.0
+                if CAPPED:
+                    tanh = 1.0 - 2.0 / (tl.exp(2.0 * x / softcap) + 1.0)
+                    x = softcap * tanh
+                    slope = 1.0 - tanh * tanh
+                gradient = (tl.exp(x - log_sum) - tl.where(index == label, 1.0, 0.0)) * slope
+                tl.store(logits + index, gradient.to(logits.dtype.element_ty), mask=index < vocab)
+
+
+def launch(
+    logits: Tensor, labels: Tensor, losses: Tensor, ignore_index: int, softcap: float | None, gradient: bool
+) -> None:
+    """Writes the loss of every row, and with `gradient` the gradient over the logits."""
+    cross_entropy_rows[(len(logits),)](
+        logits,
+        logits.stride(0),
+        labels,
+        losses,
+        logits.shape[1],
+        ignore_index,
+        softcap or 1.0,
+        CAPPED=softcap is not None,
+        GRADIENT=gradient,
+        BLOCK=BLOCK,
+        num_warps=8,
+    )

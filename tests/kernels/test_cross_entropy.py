@@ -1,0 +1,156 @@
+"""The fused output projection and cross-entropy: values, gradients, chunks, masks, and what it allocates."""
+
+import importlib.util
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from meshwright.config import IGNORE_INDEX
+from meshwright.kernels.cross_entropy import default_chunk, linear_cross_entropy, torch_cross_entropy_in_place
+from meshwright.kernels.triton_runtime import has_triton
+
+VOCAB, WIDTH = 37, 16
+
+
+def inputs(tokens: int = 32, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(0)
+    hidden = torch.randn(4, tokens // 4, WIDTH, generator=generator, dtype=torch.float64).to(dtype)
+    weight = torch.randn(VOCAB, WIDTH, generator=generator, dtype=torch.float64).to(dtype)
+    labels = torch.randint(0, VOCAB, (4, tokens // 4), generator=generator)
+    labels[1, :5] = IGNORE_INDEX
+    return hidden.requires_grad_(), weight.requires_grad_(), labels
+
+
+def plain_loss(hidden: Tensor, weight: Tensor, labels: Tensor, cap: float | None) -> Tensor:
+    logits = hidden @ weight.T
+    logits = logits if cap is None else cap * (logits / cap).tanh()
+    return F.cross_entropy(logits.flatten(0, -2), labels.flatten(), reduction="sum", ignore_index=IGNORE_INDEX)
+
+
+@pytest.mark.parametrize("cap", [None, 3.0])
+@pytest.mark.parametrize("chunk", [None, 5, 16, 31, 32])
+def test_equals_cross_entropy_of_the_logits_in_float64(cap, chunk):
+    hidden, weight, labels = inputs()
+    expected = plain_loss(hidden, weight, labels, cap)
+    gradients = torch.autograd.grad(expected / 7, (hidden, weight))
+    found = linear_cross_entropy(hidden, weight, labels, IGNORE_INDEX, cap, chunk)
+    for one, other in zip(torch.autograd.grad(found / 7, (hidden, weight)), gradients, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+    torch.testing.assert_close(found, expected, rtol=1e-14, atol=0)
+    with torch.no_grad():
+        torch.testing.assert_close(linear_cross_entropy(hidden, weight, labels, IGNORE_INDEX, cap, chunk), found)
+
+
+def test_labels_that_are_all_ignored_give_a_loss_and_gradients_of_zero():
+    hidden, weight, labels = inputs()
+    loss = linear_cross_entropy(hidden, weight, torch.full_like(labels, IGNORE_INDEX), IGNORE_INDEX)
+    loss.backward()
+    assert loss.item() == 0
+    assert not hidden.grad.any()
+    assert not weight.grad.any()
+
+
+def test_a_frozen_weight_gets_no_gradient():
+    hidden, weight, labels = inputs()
+    linear_cross_entropy(hidden, weight.requires_grad_(False), labels, IGNORE_INDEX).backward()
+    assert weight.grad is None
+    assert hidden.grad is not None
+
+
+def test_the_weight_gradient_of_many_chunks_in_bfloat16_is_rounded_once():
+    hidden, weight, labels = inputs(512, torch.bfloat16)
+    whole, chunks = (
+        torch.autograd.grad(linear_cross_entropy(hidden, weight, labels, IGNORE_INDEX, None, chunk), weight)[0]
+        for chunk in (512, 8)
+    )
+    assert (whole != chunks).sum() <= 0.01 * whole.numel()  # the order of float32 sums moves few of them to a neighbour
+
+
+def test_autocast_gives_the_gradient_the_dtype_of_the_parameter():
+    hidden, weight, labels = inputs(dtype=torch.float32)
+    with torch.autocast("cpu", torch.bfloat16):
+        linear_cross_entropy(hidden, weight, labels, IGNORE_INDEX).backward()
+    assert hidden.grad.dtype == weight.grad.dtype == torch.float32
+
+
+class LargestTensor(TorchDispatchMode):
+    """Records the largest number of bytes that the result of an operator has."""
+
+    largest = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **kwargs or {})
+        sizes = (t.nbytes for t in tree_leaves(result) if isinstance(t, Tensor) and not t._is_view())
+        self.largest = max([self.largest, *sizes])
+        return result
+
+
+def test_no_tensor_has_the_logits_of_more_than_one_chunk():
+    generator = torch.Generator().manual_seed(0)
+    tokens, vocab, chunk = 256, 1000, 16
+    hidden = torch.randn(tokens, 8, generator=generator).bfloat16().requires_grad_()
+    weight = torch.randn(vocab, 8, generator=generator).bfloat16().requires_grad_()
+    labels = torch.randint(0, vocab, (tokens,), generator=generator)
+    with LargestTensor() as mode:
+        linear_cross_entropy(hidden, weight, labels, IGNORE_INDEX, chunk_tokens=chunk).backward()
+    assert mode.largest <= chunk * 1024 * 4  # the torch function computes one chunk in float32
+
+
+@pytest.mark.parametrize(("tokens", "vocab"), [(16384, 128256), (32768, 50257), (100, 128256), (1, 7)])
+def test_chunks_are_equal_and_within_the_limit(tokens, vocab):
+    chunk = default_chunk(tokens, vocab, itemsize=2)
+    assert chunk % 128 == 0
+    assert (chunk - 128) * vocab * 2 <= 512 * 2**20
+    last = tokens % chunk or chunk
+    assert tokens <= chunk or last > chunk / 2
+
+
+def test_compiled_it_is_one_graph_with_the_same_gradients():
+    def loss(hidden: Tensor, weight: Tensor, labels: Tensor) -> Tensor:
+        return linear_cross_entropy(hidden.tanh(), weight, labels, IGNORE_INDEX, 3.0) / 7
+
+    hidden, weight, labels = inputs()
+    expected = torch.autograd.grad(loss(hidden, weight, labels), (hidden, weight))
+    compiled = torch.compile(loss, fullgraph=True, backend="aot_eager")
+    for one, other in zip(
+        torch.autograd.grad(compiled(hidden, weight, labels), (hidden, weight)), expected, strict=True
+    ):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-14)
+
+
+@pytest.fixture
+def interpreted_launch(monkeypatch):
+    """`launch` of a copy of the kernel's module that Triton's interpreter runs."""
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    found = importlib.util.find_spec("meshwright.kernels.cross_entropy_kernel")
+    module = importlib.util.module_from_spec(found)
+    found.loader.exec_module(module)
+    return module.launch
+
+
+@pytest.mark.skipif(not has_triton(), reason="triton is not installed")
+@pytest.mark.parametrize(
+    ("dtype", "cap", "vocab"), [(torch.float32, None, 5000), (torch.float32, 3.0, 70), (torch.bfloat16, None, 70)]
+)
+@pytest.mark.parametrize("gradient", [True, False])
+def test_triton_kernel_equals_its_torch_function(interpreted_launch, dtype, cap, vocab, gradient):
+    generator = torch.Generator().manual_seed(0)
+    logits = (4 * torch.randn(6, vocab, generator=generator)).to(dtype)
+    labels = torch.tensor([0, vocab - 1, IGNORE_INDEX, 5, 9, IGNORE_INDEX])
+    one, other = torch.zeros(6, vocab + 3, dtype=dtype)[:, :vocab].copy_(logits), logits.clone()
+    losses, expected = torch.empty(6), torch.empty(6)
+    interpreted_launch(one, labels, losses, IGNORE_INDEX, cap, gradient)
+    torch_cross_entropy_in_place(other, labels, expected, IGNORE_INDEX, cap, gradient)
+    torch.testing.assert_close(losses, expected)
+    torch.testing.assert_close(one, other)
+
+
+@pytest.mark.skipif(not has_triton(), reason="triton is not installed")
+def test_triton_kernel_gives_nan_for_a_label_outside_of_the_vocabulary(interpreted_launch):
+    losses = torch.empty(3)
+    interpreted_launch(torch.zeros(3, 5), torch.tensor([5, 4, -1]), losses, IGNORE_INDEX, None, False)
+    assert losses.isnan().tolist() == [True, False, True]
