@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.config import RunConfig, load_config
+from meshwright.config.device_defaults import with_device_defaults
 from meshwright.telemetry.events import read_events
 from meshwright.telemetry.run_folder import RunFolder
 
@@ -23,7 +24,8 @@ SMALL = [
 
 
 def small_config(*overrides: str, steps: int = 6, ranks: int | None = 2) -> RunConfig:
-    return load_config(overrides=[*SMALL, *overrides], steps=steps, ranks=ranks)
+    """The config has the defaults of a CPU."""
+    return with_device_defaults(load_config(overrides=[*SMALL, *overrides], steps=steps, ranks=ranks), "cpu")
 
 
 def step_records(folder: Path, rank: int = 0) -> dict[int, dict[str, Any]]:

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from meshwright.api.python_args import errors_for_python, given_path
 from meshwright.config import BLOCK_SIZES, RunConfig, identity, load_config
+from meshwright.config.device_defaults import with_device_defaults
 from meshwright.errors import CheckpointError, ConfigError, DataError, IdentityError
 from meshwright.launch.user_code.user_code import UserCode
 from meshwright.telemetry.run_folder import RunFolder
@@ -136,10 +137,12 @@ def make_evaluation_job(
     from meshwright.launch.initial_weights import open_initial_weights
     from meshwright.launch.user_code.make_custom_model import open_user_code
     from meshwright.models.registry import validate_family
+    from meshwright.parallel.world import device_type
     from meshwright.topology.layout import Layout
     from meshwright.topology.unsupported import validate
     from meshwright.trainer.job import Job
 
+    config = with_device_defaults(config, device_type(config.launch), user.model is not None)
     count, micro = Layout.from_config(config.layout).ranks, config.batch.micro or min(8, config.batch.global_)
     divisible = replace(config, batch=replace(config.batch, global_=micro * count, micro=micro))
     layout, batch = validate(divisible, own_model=user.model is not None)

@@ -5,23 +5,45 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Literal
 
+from meshwright.config.parallelism import SPLIT_BACKWARD_SCHEDULES
 from meshwright.config.run_config import RunConfig
 
 DeviceType = Literal["cpu", "cuda"]
 
 
-def with_device_defaults(config: RunConfig, device: DeviceType) -> RunConfig:
+def with_device_defaults(config: RunConfig, device: DeviceType, own_model: bool = False) -> RunConfig:
     """Returns the config with a value for every setting whose default depends on the device, except for the choices
-    that a run makes by measurement (`compile.scope`, `kernels.attention`).
+    that a run makes by measurement (`compile.scope`, `kernels.attention`) and for `precision.deterministic`, which
+    belongs to the identity. What compile does not support is not compiled by default.
     """
     precision, compile_, kernels, on_cuda = config.precision, config.compile, config.kernels, device == "cuda"
-    weights = precision.weights or ("bf16" if on_cuda and precision.compute == "bf16" else "fp32")
+    compute = precision.compute if precision.compute != "auto" else "bf16" if on_cuda else "fp32"
+    weights = (precision.weights or ("bf16" if on_cuda else "fp32")) if compute == "bf16" else "fp32"
     precision = replace(
         precision,
+        compute=compute,
         weights=weights,
-        residual=precision.residual or weights,
-        deterministic=not on_cuda if precision.deterministic is None else precision.deterministic,
+        residual=(precision.residual or weights) if compute == "bf16" else "fp32",
     )
-    compile_ = replace(compile_, enabled=on_cuda if compile_.enabled is None else compile_.enabled)
+    if compile_.enabled is None:
+        layout = config.layout
+        splits_backward = layout.pipeline > 1 and config.pipeline.schedule in SPLIT_BACKWARD_SCHEDULES
+        replaces_attention = own_model and layout.context > 1
+        compile_ = replace(compile_, enabled=on_cuda and not splits_backward and not replaces_attention)
     kernels = replace(kernels, loss=kernels.loss or ("fused" if on_cuda else "torch"))
     return replace(config, precision=precision, compile=compile_, kernels=kernels)
+
+
+def is_resolved(config: RunConfig) -> bool:
+    """Whether every setting whose default depends on the device has a value."""
+    precision = config.precision
+    values = (precision.weights, precision.residual, config.compile.enabled, config.kernels.loss)
+    return precision.compute != "auto" and None not in values
+
+
+def without_device_defaults(config: RunConfig, given: RunConfig) -> RunConfig:
+    """Returns the config as run.toml keeps it: what the user left to the device stays unset, so that the run gets the
+    defaults of the device that it continues on. `precision.compute` keeps its value, which belongs to the identity.
+    """
+    precision = replace(given.precision, compute=config.precision.compute)
+    return replace(config, precision=precision, compile=given.compile, kernels=given.kernels)

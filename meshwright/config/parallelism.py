@@ -13,6 +13,8 @@ MAX_DEGREE = 1 << 20
 """Limit of a degree of parallelism, and of ranks in total."""
 Degree = Annotated[int, Range(minimum=1, maximum=MAX_DEGREE)]
 ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zbv", "dualpipev"]
+SPLIT_BACKWARD_SCHEDULES = ("zero-bubble", "zbv", "dualpipev")
+"""The schedules that compute input and weight gradients separately."""
 
 
 @dataclass(frozen=True)
@@ -144,7 +146,7 @@ class CompileConfig:
     """torch.compile. It may change the last bits of results."""
 
     enabled: Annotated[bool | None, PLACEMENT] = None
-    """compile the model with torch.compile; unset: true on CUDA, false on CPU"""
+    """compile the model with torch.compile; unset: true on CUDA where it is supported, false on CPU"""
     scope: Annotated[Literal["block", "model"] | None, PLACEMENT] = None
     """block compiles every block by itself, which takes seconds; model compiles the whole model, which takes longer and
     is faster for small models; unset: block, or what is measured to be faster at the start of a run that is long enough

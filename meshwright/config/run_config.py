@@ -51,8 +51,8 @@ class BatchConfig:
 class PrecisionConfig:
     """Mixed precision. Master weights and optimizer state are float32, or float64 with compute = fp64."""
 
-    compute: Literal["fp32", "bf16", "fp16", "fp64"] = "fp32"
-    """dtype of forward and backward; fp16 uses dynamic loss scaling"""
+    compute: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = "auto"
+    """dtype of forward and backward; auto: bf16 on CUDA, fp32 on CPU; fp16 uses dynamic loss scaling"""
     weights: Annotated[Literal["fp32", "bf16"] | None, PLACEMENT] = None
     """with compute = bf16, dtype of the weights in the model: bf16 keeps float32 master weights in the optimizer, and
     fp32 casts the weights in every forward pass (autocast); unset: bf16 on CUDA, fp32 on CPU

@@ -10,7 +10,6 @@ from meshwright.history.attempts import FAILURES, AttemptHistory
 from meshwright.history.run_history import RunHistory
 from meshwright.history.step_parts import PART
 from meshwright.history.step_table import RECENT_STEPS, StepTable
-from meshwright.telemetry.untrusted_records import bounded_object
 
 CLOCK_TOLERANCE = 2 * NANOSECONDS
 """A step that begins this long before the previous one has ended shows that the clock was set back. On CUDA the host
@@ -35,7 +34,6 @@ class TimeLine:
         self.offset = 0
         """what is added to the clock of the current attempt, so that time does not run backwards"""
         self.after_failure = False
-        self.compiles = bounded_object(history.config.get("compile")).get("enabled") is True
 
     def at(self, seconds: float) -> int:
         """The place on the time line of a Unix time of the current attempt."""
@@ -99,7 +97,8 @@ class TimeLine:
         begin, end = self.clamp(attempt, rows)
         before_first = int(begin[0]) - self.cursor
         warmup = int(to_nanoseconds(rows.outside["warmup"])[0])
-        compiling = min(before_first, warmup) if self.compiles else 0
+        compiles = attempt.start.get("compile") is True
+        compiling = min(before_first, warmup) if compiles else 0
         self.add("compile", compiling)
         self.add(start_part, before_first - compiling)
         nanoseconds = self.accounts[-1].nanoseconds
@@ -113,7 +112,7 @@ class TimeLine:
         nanoseconds["lost work"] += int(durations[lost].sum())
         nanoseconds["skipped"] += int(durations[skipped].sum())
         productive = kept & ~skipped
-        if self.compiles and productive[0] and len(rows) > 1:
+        if compiles and productive[0] and len(rows) > 1:
             excess = max(0, int(durations[0] - np.median(durations[1:])))
             nanoseconds["compile"] += excess
             durations[0] -= excess

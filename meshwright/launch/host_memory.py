@@ -9,7 +9,7 @@ from meshwright.config.dtypes import PRECISION_BYTES
 from meshwright.errors import ConfigError
 from meshwright.io import format_bytes
 from meshwright.models.registry import run_spec
-from meshwright.parallel.world import runs_on_cpu
+from meshwright.parallel.world import device_type
 from meshwright.topology.layout import Layout
 from meshwright.topology.optimizer_state import rank_state_bytes
 from meshwright.topology.parameter_shards import parameter_shards, uses_fsdp
@@ -17,7 +17,7 @@ from meshwright.topology.parameter_shards import parameter_shards, uses_fsdp
 
 def require_host_memory(config: RunConfig, layout: Layout) -> None:
     """Raises a ConfigError if the parameters and optimizer state of this host's ranks exceed its physical memory."""
-    if not runs_on_cpu(config.launch):
+    if device_type(config.launch) != "cpu":
         return
     local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", layout.ranks))
     first_rank = int(os.environ.get("GROUP_RANK", 0)) * local_ranks

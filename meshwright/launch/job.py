@@ -13,6 +13,7 @@ from typing import Any
 import torch
 
 from meshwright.config import RunConfig, fingerprint, identity, placement
+from meshwright.config.device_defaults import with_device_defaults
 from meshwright.data.token_files import raise_if_changed
 from meshwright.errors import ConfigError, MeshwrightError, PeerError, StoppedBySignal, describe_exception
 from meshwright.launch.environment import started_by_torchrun
@@ -28,6 +29,7 @@ from meshwright.launch.user_code.user_code import NO_USER_CODE, UserCode
 from meshwright.models.initial_model import take_initial_model
 from meshwright.models.registry import validate_family
 from meshwright.parallel.compile import require_compiler
+from meshwright.parallel.world import device_type
 from meshwright.recover.incidents import Incident
 from meshwright.recover.lease import Lease, acquire_lease
 from meshwright.recover.supervisor import newest_checkpoint_step, record_lost_attempts, warn
@@ -58,6 +60,7 @@ def make_job(
     raise_if_spawning()
     if user.model is None:
         config = take_initial_model(config)
+    given, config = config, with_device_defaults(config, device_type(config.launch), user.model is not None)
     layout, batch = validate(config, own_model=user.model is not None)
     if layout.ranks > MAX_RANKS_PER_HOST and not started_by_torchrun():
         raise ConfigError(
@@ -83,6 +86,7 @@ def make_job(
         cluster=cluster,
         callbacks=run_callbacks(config, open_callbacks(user), custom is not None),
         update=update,
+        given=given,
     )
 
 

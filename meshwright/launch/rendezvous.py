@@ -21,7 +21,7 @@ import torch.distributed as dist
 from meshwright.config import LaunchConfig
 from meshwright.errors import ConfigError, IdentityError, PeerError
 from meshwright.launch.environment import started_by_torchrun
-from meshwright.parallel.world import World
+from meshwright.parallel.world import World, device_type
 from meshwright.telemetry.heartbeat import Heartbeat
 
 
@@ -209,10 +209,11 @@ def compare_facts(store: dist.Store, size: int, timeout: float) -> str:
 
 def select_device(launch: LaunchConfig, rendezvous: RendezvousInfo) -> torch.device:
     """The device of a rank; on CUDA the local rank decides which one."""
-    if launch.device == "cpu" or (launch.device == "auto" and not torch.cuda.is_available()):
+    if device_type(launch) == "cpu":
         return torch.device("cpu")
     if not torch.cuda.is_available():
-        raise ConfigError("launch.device = cuda, but torch finds no CUDA device", "expected auto or cpu")
+        found = "no CUDA device" if not torch.cuda.device_count() else "CUDA devices that it cannot use"
+        raise ConfigError(f"launch.device = {launch.device}, but torch finds {found}", "try launch.device = cpu")
     devices = torch.cuda.device_count()
     if (
         rendezvous.world_size > devices and rendezvous.store_file

@@ -189,7 +189,7 @@ def header(config: RunConfig, folder: Path, attempt: int, start: Event) -> list[
         f"  model   {start['parameters']:,} parameters" + (f": {shape}{experts}" if start["decoder"] else ""),
         f"  data    {data}; {start['epoch_steps']:,} steps per epoch",
         f"  batch   {start['batch']}" + (f" ({tokens:,} tokens per step)" if start["decoder"] else ""),
-        f"  train   {config.steps:,} steps, {update}, {config.precision.compute}, seed {config.seed}",
+        f"  train   {config.steps:,} steps, {update}, {start['precision']}, seed {config.seed}",
         f"  ranks   {start['ranks']} on {start['device']}, {threads}; {start['layout']}; torch {start['torch']}",
         *mesh_lines(start),
         *pipeline_lines(start),

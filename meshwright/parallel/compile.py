@@ -13,7 +13,7 @@ from torch import nn
 from meshwright.config import RunConfig
 from meshwright.errors import ConfigError
 from meshwright.parallel.parallel_spec import ParallelSpec, find_blocks
-from meshwright.parallel.world import runs_on_cpu
+from meshwright.parallel.world import device_type
 
 
 def apply_compile(model: nn.Module, spec: ParallelSpec) -> None:
@@ -26,7 +26,7 @@ def require_compiler(config: RunConfig) -> None:
     """Raises a ConfigError if blocks are to be compiled on CPU and there is no C++ compiler: TorchInductor would
     fail in the first step, on every rank.
     """
-    if not config.compile.enabled or not runs_on_cpu(config.launch):
+    if not config.compile.enabled or device_type(config.launch) != "cpu":
         return
     command = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")  # as TorchInductor looks it up
     program = shlex.split(command)[0] if command.strip() else command

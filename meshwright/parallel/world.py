@@ -10,13 +10,18 @@ import torch
 import torch.distributed as dist
 
 from meshwright.config import LaunchConfig
+from meshwright.config.device_defaults import DeviceType
 from meshwright.telemetry.comm_counter import control_messages
 from meshwright.telemetry.heartbeat import Heartbeat
 
 
-def runs_on_cpu(launch: LaunchConfig) -> bool:
-    """Whether ranks use the CPU."""
-    return launch.device == "cpu" or (launch.device == "auto" and not torch.cuda.is_available())
+def device_type(launch: LaunchConfig) -> DeviceType:
+    """The kind of device that ranks use. `device_count` asks NVML: `is_available` would initialize CUDA, which ranks
+    that are forked from this process could then not use.
+    """
+    if launch.device == "auto":
+        return "cuda" if torch.cuda.device_count() else "cpu"
+    return launch.device
 
 
 @dataclass(frozen=True)

@@ -13,12 +13,13 @@ from typing import Any, NamedTuple
 import torch
 
 from meshwright.config import BlockSizes, LaunchConfig, RunConfig
+from meshwright.config.device_defaults import with_device_defaults
 from meshwright.data.source import Source
 from meshwright.launch.job import start_ranks
 from meshwright.launch.ranks import run_ranks
 from meshwright.launch.scratch_folder import ScratchFolder
 from meshwright.parallel.compile import require_compiler
-from meshwright.parallel.world import World
+from meshwright.parallel.world import World, device_type
 from meshwright.recover.supervisor import RunningRanks, supervise
 from meshwright.telemetry.run_folder import RunFolder
 from meshwright.topology.layout import stages_per_rank
@@ -84,6 +85,7 @@ def proof_job(
     custom: CustomModel | None = None,
 ) -> Job:
     """The job of a proof run: that of `meshwright train`, with small blocks and an observer."""
+    config = with_device_defaults(config, device_type(config.launch), custom is not None)
     layout, batch = validate(config, own_model=custom is not None)
     require_compiler(config)
     return Job(config, batch, layout, sources, folder, custom=custom, block_sizes=SMALL_BLOCKS, observer=observer)

@@ -20,11 +20,13 @@ from rich.markup import escape
 from rich.table import Table
 
 from meshwright.config import RunConfig, fingerprint, identity, placement
+from meshwright.config.device_defaults import with_device_defaults
 from meshwright.data.file_sources import open_sources
 from meshwright.data.source import Source, find_structure
 from meshwright.errors import MeshwrightError, RestartsExhausted
 from meshwright.io import output_file, write_json
 from meshwright.launch.user_code.update import require_built_in_update
+from meshwright.parallel.world import device_type
 from meshwright.prover.claims import Claim, cuda_devices
 from meshwright.prover.custom.family_model import (
     BALANCING,
@@ -131,6 +133,7 @@ def certify(
     the user's own model is proven as it is; `sources` are its data, by default those of the config.
     """
     require_built_in_update(config, "prove")
+    config = with_device_defaults(config, device_type(config.launch), custom is not None)
     configured, left_open = config, [INITIAL_WEIGHTS] if config.init_from else []
     if custom is None and not has_reference(config):
         config, custom = without_balancing(config), family_custom_model(config)
@@ -182,6 +185,7 @@ def prove(
     be written is refused before the first check. `custom` and `sources` are those of `certify`.
     """
     file = output_file(out, "--out")
+    config = with_device_defaults(config, device_type(config.launch), custom is not None)
     # An exception removes temporary folders; SIGTERM alone would not.
     signal.signal(signal.SIGTERM, lambda number, _frame: sys.exit(128 + number))
     console = Console(stderr=as_json)

@@ -7,13 +7,14 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from meshwright.config import Batch, RunConfig
+from meshwright.config.device_defaults import with_device_defaults
 from meshwright.data.source import Source
 from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.launch.user_code.update import require_built_in_update
 from meshwright.models.registry import block_costs, run_spec, validate_family
 from meshwright.parallel.parallel_model import InFlightTracker
 from meshwright.parallel.parallel_spec import find_blocks
-from meshwright.parallel.world import World
+from meshwright.parallel.world import World, device_type
 from meshwright.planner.exact.activation_messages import data_dependent_axes
 from meshwright.simulator.extrapolation import (
     ClassBytes,
@@ -62,6 +63,7 @@ def simulate(
     `custom` replaces the model of the config; the shapes of its micro-batches are those of the first one of `sources`.
     """
     start = time.monotonic()
+    config = with_device_defaults(config, device_type(config.launch), custom is not None)
     config = replace(config, compile=replace(config.compile, enabled=False))
     layout, batch = validate(config, own_model=custom is not None)
     require_built_in_update(config, "simulate")

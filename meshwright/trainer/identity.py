@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.config import RunConfig, config_to_toml, fingerprint, identity, placement
+from meshwright.config.device_defaults import with_device_defaults
 from meshwright.data.source import Source
 from meshwright.data.stream import Stream
 from meshwright.errors import ConfigError, IdentityError
@@ -270,7 +271,7 @@ def describe_differences(before: dict[str, Any], now: dict[str, Any]) -> str:
     """Returns the settings in which two identities differ, with both values; an empty string where they are equal. A
     key that an older record lacks had its default. A larger value of `steps` extends the run and is not a difference.
     """
-    defaults = identity(RunConfig())
+    defaults = identity(with_device_defaults(RunConfig(), "cpu"))
     before = {key: defaults[key] for key in now.keys() & defaults.keys()} | before
     keys = [key for key in sorted(before.keys() | now.keys()) if before.get(key) != now.get(key)]
     if now.get("steps", 0) > before.get("steps", 0):

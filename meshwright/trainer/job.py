@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from meshwright.config import BLOCK_SIZES, Batch, BlockSizes, RunConfig
+from meshwright.config.device_defaults import is_resolved
 from meshwright.data.loader import MicroBatch
 from meshwright.data.source import Source
 from meshwright.optim.user_update import NO_USER_UPDATE, UserUpdate
@@ -43,6 +44,7 @@ class Job:
     """What every rank of a run receives from the launcher."""
 
     config: RunConfig
+    """the settings, with a value for each that depends on the device"""
     batch: Batch
     layout: Layout
     sources: list[Source]
@@ -74,6 +76,11 @@ class Job:
     """where its checkpoints are; None: in its folder. A replay reads those of another folder"""
     callbacks: tuple[Callback, ...] = ()
     update: UserUpdate = NO_USER_UPDATE
+    given: RunConfig | None = None
+    """the settings as the user gave them, which run.toml keeps; None: those of `config`"""
+
+    def __post_init__(self) -> None:
+        assert is_resolved(self.config), "the config of a job has the defaults of its device (with_device_defaults)"
 
     def as_attempt(self, attempt: int, restart: int, fork: bool) -> Job:
         """Returns this job as its next attempt. A fork is identified by the job's first attempt, so it happens once."""

@@ -13,6 +13,7 @@ from meshwright.checkpoint.saver import CheckpointMetadata, CheckpointSaver, Sav
 from meshwright.checkpoint.state import CheckpointState, collect_state, digest_parallel_parameters
 from meshwright.checkpoint.verify import Damage
 from meshwright.config import config_to_dict
+from meshwright.config.device_defaults import without_device_defaults
 from meshwright.data.loader import Loader
 from meshwright.data.sample_lookup import build_stream
 from meshwright.data.source import ConcatenatedSource
@@ -122,7 +123,7 @@ class Training:
         with self.spans.span("restore", job.first_step):
             self.done = self.first_step = self._restore()
         if world.rank == 0:  # after every check, or a refused run would change the folder
-            write_run_folder(job.folder, self.config, self.identity)
+            write_run_folder(job.folder, without_device_defaults(job.config, job.given or job.config), self.identity)
         self.batches = loader.steps(self.done, self.config.steps)
         job.observer.on_start(self)
         self.callbacks.begin(self.done, self.log)

@@ -29,6 +29,9 @@ DEFAULTS: dict[str, Any] = dict.fromkeys(ALL_AXES, 1) | {
     "pipelining": "none",
     "exchange": "none",
     "compile": False,
+    "weights": "fp32",
+    "residual": "fp32",
+    "loss": "torch",
     "offload": False,
 }
 """The values for keys that a manifest of an older version lacks."""
@@ -64,6 +67,9 @@ class ResumeState:
             "pipelining": f"{config.pipeline.schedule} x {stages_per_rank(config)}" if layout.pipeline > 1 else "none",
             "exchange": config.context.method if layout.context > 1 else "none",
             "compile": config.compile.enabled,
+            "weights": config.precision.weights,
+            "residual": config.precision.residual,
+            "loss": config.kernels.loss,
             "offload": config.optimizer.cpu_offload,
         }
 

@@ -19,5 +19,5 @@ def test_dtype_table_has_the_names_and_sizes_of_torch():
 
 
 def test_declared_precisions_are_those_of_the_table():
-    assert get_args(get_type_hints(PrecisionConfig)["compute"]) == tuple(COMPUTE_BYTES)
+    assert get_args(get_type_hints(PrecisionConfig)["compute"]) == ("auto", *COMPUTE_BYTES)
     assert set(get_args(Precision)) == set(PRECISIONS)

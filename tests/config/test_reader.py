@@ -35,7 +35,7 @@ INVALID_OVERRIDES = {
     '--data.mixture=[{kind="text"}]': "data.mixture[0].path is empty",
     "--optimizer.lr=nan": "optimizer.lr = nan is not finite",
     "--optimizer.beta1=1": "optimizer.beta1 = 1 is out of range; expected from 0 to 0.999999",
-    "--precision.compute=fp8": "precision.compute = fp8 is unknown; expected one of fp32, bf16, fp16, fp64",
+    "--precision.compute=fp8": "precision.compute = fp8 is unknown; expected one of auto, fp32, bf16, fp16, fp64",
     "--eval.holdout=0.9": "eval.holdout = 0.9 is out of range",
     "--layout.replicate=0": "layout.replicate = 0 is out of range",
     "--launch.collective_timeout=1e300": "launch.collective_timeout = 1e300 is out of range",

@@ -20,7 +20,7 @@ def test_every_config_key_has_a_description_a_type_and_a_default():
 
 def test_type_and_default_are_spelled_as_in_a_run_file():
     described = {key.key: (key.type, key.default) for section in describe_config() for key in section.keys}
-    assert described["precision.compute"] == ("{fp32,bf16,fp16,fp64}", '"fp32"')
+    assert described["precision.compute"] == ("{auto,fp32,bf16,fp16,fp64}", '"auto"')
     assert described["batch.micro"] == ("INT", "unset")
     assert described["fsdp.reshard_after_forward"] == ("BOOL|INT", "true")
     assert described["data.mixture"] == ("TABLES", "[]")

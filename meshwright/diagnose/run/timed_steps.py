@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 from weakref import WeakKeyDictionary
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.config import Batch, RunConfig, config_from_dict
+from meshwright.config.device_defaults import DeviceType, with_device_defaults
 from meshwright.diagnose.finding import LIMITING_SHARE as LIMITING_SHARE
 from meshwright.errors import ConfigError
 from meshwright.history.run_history import RunHistory
@@ -133,6 +136,12 @@ def custom_model_options(history: RunHistory) -> str:
     return custom.options if custom.class_ else ""
 
 
+def on_its_device(config: RunConfig, start: Mapping[str, Any]) -> RunConfig:
+    """The config with the defaults of the device that an attempt ran on."""
+    device: DeviceType = "cpu" if start.get("device", "cpu") == "cpu" else "cuda"
+    return with_device_defaults(config, device, bool(config.custom_model.class_))
+
+
 def read_timed_steps(history: RunHistory) -> TimedSteps | None:
     try:
         config = config_from_dict(history.config)
@@ -144,7 +153,9 @@ def read_timed_steps(history: RunHistory) -> TimedSteps | None:
     for attempt in reversed(history.attempts):
         own = [table.of_attempt(attempt.number).survived() for table in tables]  # one row per step, in order
         if own and attempt.ranks == layout.ranks and (rows := common_rows(own)) is not None:
-            return combine(attempt.number, ranks, rows, config, layout, batch, attempt.start)
+            return combine(
+                attempt.number, ranks, rows, on_its_device(config, attempt.start), layout, batch, attempt.start
+            )
     return None
 
 

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
+from meshwright.config.device_defaults import DeviceType
+
 
 @dataclass(frozen=True)
 class MatmulRate:
@@ -102,6 +104,11 @@ class Cluster:
     def device_count(self) -> int:
         """Number of devices in the cluster."""
         return self.devices_per_node * self.nodes
+
+    @property
+    def device_type(self) -> DeviceType:
+        """The kind of device, on which the defaults of a run depend."""
+        return "cpu" if self.device.is_cpu else "cuda"
 
     @property
     def size_name(self) -> str:

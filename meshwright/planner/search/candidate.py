@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwright.config import Batch, LayoutConfig, PipelineConfig, RunConfig
+from meshwright.config.device_defaults import with_device_defaults
 from meshwright.errors import ConfigError
 from meshwright.models.registry import validate_family
 from meshwright.planner.hardware.cluster import Cluster
@@ -52,7 +53,11 @@ class Candidate:
 def candidate_job(work: Workload, cluster: Cluster, candidate: Candidate) -> PlannedJob:
     """Returns the job without a run configuration, whose exact formulas take longer; see `exact_job`."""
     replicas = candidate.layout.data_degree
-    compiled = work.base_config is not None and work.base_config.compile.enabled
+    base, own_model = work.base_config, traced_model(work) is not None
+    compiled = (
+        base is not None
+        and with_device_defaults(candidate_config(base, candidate), cluster.device_type, own_model).compile.enabled
+    )
     return PlannedJob(
         work.model,
         cluster,

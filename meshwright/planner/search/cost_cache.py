@@ -15,7 +15,7 @@ from meshwright.planner.workload.workload import Workload
 
 class CostCache:
     def __init__(self, work: Workload, cluster: Cluster) -> None:
-        self.work, self.cluster, self.corrections = work, cluster, corrections_for(cluster)
+        self.work, self.cluster, self.corrections = work.on(cluster), cluster, corrections_for(cluster)
         self._stage_memory: dict[Candidate, list[MemoryEstimate]] = {}
         self._peak_memory: dict[Candidate, MemoryEstimate] = {}
         self._optimistic: dict[Candidate, Estimate] = {}

@@ -50,6 +50,7 @@ def make_plan(
     file: str = "PLAN.toml",
 ) -> PlanResult:
     """Plans a workload on all devices of a cluster; raises ConfigError with suggestions if no plan is feasible."""
+    workload = workload.on(cluster)
     cache = CostCache(workload, cluster)
     result = search(cache, top=max(top, position, MIN_RANKED))
     ranked = result.ranked

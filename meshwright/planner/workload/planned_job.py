@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from meshwright.config import Batch, RunConfig, derive_batch
+from meshwright.config.device_defaults import with_device_defaults
 from meshwright.models.architecture import Architecture
 from meshwright.models.registry import model_architecture
 from meshwright.planner.hardware.cluster import Cluster
@@ -58,6 +59,7 @@ class PlannedJob:
         cls, config: RunConfig, cluster: Cluster, name: str = "", traced: TracedModel | None = None
     ) -> PlannedJob:
         """Returns the job of a Meshwright run on a cluster; `traced` is a model that replaces that of the config."""
+        config = with_device_defaults(config, cluster.device_type, traced is not None)
         layout = Layout.from_config(config.layout)
         return cls(
             traced or model_architecture(config.model, name or config.preset),

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 
 from meshwright.config import RunConfig
 from meshwright.models.architecture import Architecture
+from meshwright.planner.hardware.cluster import Cluster
 from meshwright.planner.workload.traced_model import TracedModel
 
 SEARCHED_KEYS = (
@@ -37,7 +38,7 @@ class Workload:
     sequence: int
     """tokens per sample"""
     precision: str = "bf16"
-    """precision of matmuls"""
+    """precision of matmuls; auto: that of the device"""
     base_config: RunConfig | None = None
     """the config whose layout is searched; None if Meshwright's decoder cannot train this model or precision"""
     pinned: Mapping[str, int | str] = field(default_factory=dict)
@@ -49,6 +50,12 @@ class Workload:
     def tokens_per_step(self) -> int:
         """Tokens per step over all ranks."""
         return self.global_batch * self.sequence
+
+    def on(self, cluster: Cluster) -> Workload:
+        """Returns this workload with the precision that it has on the devices of a cluster."""
+        if self.precision != "auto":
+            return self
+        return replace(self, precision="fp32" if cluster.device.is_cpu else "bf16")
 
     def with_size(self, global_batch: int | None = None, sequence: int | None = None) -> Workload:
         """Returns the same workload, and the same base config, with another batch or sequence length."""

@@ -58,6 +58,7 @@ def start_record(
         "device": device_name(world.device),
         "processor": processor_name(),
         "precision": job.config.precision.compute,
+        "compile": job.config.compile.enabled,
         "optimizer": job.config.optimizer.factory or job.config.optimizer.kind,
         "schedule": job.config.schedule.function or job.config.schedule.kind,
         "threads": torch.get_num_threads(),
