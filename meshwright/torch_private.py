@@ -7,6 +7,7 @@ that starts with an underscore (tests/test_torch_private.py).
 from __future__ import annotations
 
 import json
+import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -75,6 +76,13 @@ def recorded_collectives() -> list[dict[str, Any]]:
     dumps = (getattr(c10d, name, None) for name in ("_dump_fr_trace_json", "_dump_nccl_trace_json"))
     entries = [entry for dump in dumps if dump is not None for entry in json.loads(dump()).get("entries", ())]
     return sorted(entries, key=lambda entry: entry["time_created_ns"])
+
+
+def fix_compiled_kernels() -> None:
+    """Makes TorchInductor choose kernels by rules alone: by default it times variants that sum in different orders."""
+    os.environ["TORCHINDUCTOR_DETERMINISTIC"] = "1"  # read when TorchInductor is imported
+    if (config := sys.modules.get("torch._inductor.config")) is not None:
+        config.deterministic = True  # type: ignore[attr-defined]
 
 
 _wrapped_waits: list[Callable[..., Any]] = []

@@ -38,6 +38,14 @@ def small():
     return small_config
 
 
+def pytest_collection_modifyitems(items):
+    """Skips tests of CUDA where there is no device. To ask torch would start CUDA, which does not survive a fork."""
+    if torch.version.cuda is None or not Path("/dev/nvidiactl").exists():
+        for item in items:
+            if item.get_closest_marker("cuda"):
+                item.add_marker(pytest.mark.skip(reason="no CUDA device"))
+
+
 def pytest_addoption(parser):
     parser.addoption("--package-durations", action="store_true", help="print the seconds of tests per package")
 

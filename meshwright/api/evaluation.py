@@ -184,7 +184,7 @@ def evaluate_rank(
 
     config, layout, manifest = job.config, job.layout, entry.manifest
     assert manifest is not None
-    set_determinism(config.precision.deterministic, config.launch.threads, world.device)
+    set_determinism(config.precision, config.launch.threads, world.device)
     precision = Precision(config.precision, world.device)
     model = build_parallel_model(config, layout, job.custom, precision, world, job.weights)
     saved, base = separate_frozen(model.parameters(), config, layout, world)

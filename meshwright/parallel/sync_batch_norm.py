@@ -33,7 +33,7 @@ class GroupBatchNorm(BatchNormBase):
             raise ValueError(f"Expected more than 1 value per channel when training, got input size {tuple(x.shape)}")
         values = x.to(torch.promote_types(x.dtype, torch.float32))
         # Sums over ranks are float64, in which counts are exact.
-        local = torch.tensor([local_count], dtype=torch.float64, device=x.device)
+        local = torch.full((1,), local_count, dtype=torch.float64, device=x.device)
         sums = self.sum_over_ranks(torch.cat((values.sum(dims).double(), local)))
         count = sums[-1].detach()
         shape = (1, -1, *(1 for _ in dims[1:]))

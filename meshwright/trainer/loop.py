@@ -35,7 +35,7 @@ from meshwright.trainer.evaluate import Evaluation
 from meshwright.trainer.identity import build_identity, check_run_folder, write_run_folder
 from meshwright.trainer.job import Job
 from meshwright.trainer.objective import Objective
-from meshwright.trainer.precision import Precision, set_determinism
+from meshwright.trainer.precision import Precision, named_operators, set_determinism
 from meshwright.trainer.records.plan_recorder import PlanRecorder
 from meshwright.trainer.records.run_summary import RunSummary
 from meshwright.trainer.records.start_record import rank_record, start_record
@@ -52,9 +52,14 @@ def train_rank(job: Job, world: World) -> RunSummary:
     """Trains on this rank, from the newest checkpoint to the last step."""
     faults.arm(world.rank, job.restart)
     faults.fail_point("start.begin", -1)
-    training = Training(job, world)
+    with named_operators():
+        return run_training(Training(job, world))
+
+
+def run_training(training: Training) -> RunSummary:
+    """Runs the remaining steps, then saves and records the end of the run."""
     try:
-        while training.done < job.config.steps and not training.stopping:
+        while training.done < training.config.steps and not training.stopping:
             training.run_step()
             if training.evaluation_is_due():
                 training.evaluate()
@@ -78,7 +83,7 @@ class Training:
     def __init__(self, job: Job, world: World) -> None:
         self.job, self.world, self.config = job, world, job.config
         self.signals = SignalWatch(world.heartbeat)
-        set_determinism(self.config.precision.deterministic, self.config.launch.threads, world.device)
+        set_determinism(self.config.precision, self.config.launch.threads, world.device)
         self.precision = Precision(self.config.precision, world.device)
         build = partial(build_parallel_model, self.config, job.layout, job.custom)
         self.parallel_model = build(self.precision, world, job.weights)

@@ -204,8 +204,7 @@ class Objective(nn.Module):
             outputs = gather_outputs(loss.outputs)
             for name, metric in self.metrics.items():
                 values += measured_pair(name, metric(outputs, loss.target))
-        device = loss.total.device
-        vector = torch.stack([torch.as_tensor(v, device=device).detach().double() for v in values])
+        vector = torch.stack([scalar_on(v, loss.total.device).detach().double() for v in values])
         self.measured[:] = [vector if not self.measured else self.measured[0] + vector]
 
     def pop_measured(self, device: torch.device) -> Tensor:
@@ -261,8 +260,15 @@ def scale_parts(parts: Any, count: Any) -> Any:
 
 def mean_to_sum(loss: Tensor, count: Any) -> Tensor:
     """The mean over no target is NaN and its sum is 0: a chunk of a sequence, or a micro-batch, may have none."""
-    count = torch.as_tensor(count, device=loss.device)
+    count = scalar_on(count, loss.device)
     return torch.where(count > 0, loss * count, torch.zeros_like(loss))
+
+
+def scalar_on(value: Any, device: torch.device) -> Tensor:
+    """Returns a number or scalar tensor on a device, without a synchronization of the device."""
+    if isinstance(value, Tensor):
+        return value.to(device, non_blocking=True)
+    return torch.full((), value, device=device)
 
 
 def gather_outputs(outputs: Any) -> Any:

@@ -1,15 +1,18 @@
-"""The precision of a step: weight dtype, autocast for bf16 and fp16, fp16's loss scale, and determinism."""
+"""The precision of a step: weight dtype, autocast for bf16 and fp16, fp16's loss scale, determinism and TF32."""
 
 from __future__ import annotations
 
 import os
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 import torch
 from torch import Tensor
 
 from meshwright.config import PrecisionConfig
 from meshwright.config.dtypes import TORCH_NAMES
+from meshwright.errors import ConfigError
+from meshwright.torch_private import fix_compiled_kernels
 
 
 class Precision:
@@ -60,13 +63,32 @@ class LossScale:
         self.finite_steps = torch.where(grow, 0, self.finite_steps)
 
 
-def set_determinism(deterministic: bool | None, threads: int, device: torch.device) -> None:
-    """Sets torch's process-wide switches that decide whether results are deterministic (None: on CPU)."""
-    if deterministic is None:
-        deterministic = device.type == "cpu"
-    if deterministic:
+def set_determinism(config: PrecisionConfig, threads: int, device: torch.device) -> None:
+    """Sets torch's process-wide switches that decide about bits: deterministic algorithms, TF32 and CPU threads."""
+    deterministic = device.type == "cpu" if config.deterministic is None else config.deterministic
+    if deterministic and device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        fix_compiled_kernels()
     torch.set_num_threads(threads)
-    torch.use_deterministic_algorithms(deterministic, warn_only=True)
+    # With warn_only, attention would run its kernels that are not deterministic.
+    torch.use_deterministic_algorithms(deterministic)
     # This switch is a debugging aid: it would write every new tensor twice.
     torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
+    tf32 = config.tf32 and device.type == "cuda"
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    torch.backends.cudnn.allow_tf32 = tf32
+
+
+@contextmanager
+def named_operators() -> Iterator[None]:
+    """Turns torch's error about an operator without a deterministic implementation into a ConfigError."""
+    try:
+        yield
+    except RuntimeError as error:
+        operator, found, _ = str(error).partition(" does not have a deterministic implementation")
+        if not found:
+            raise
+        raise ConfigError(
+            f"precision.deterministic = true, and torch has no deterministic implementation of {operator.split()[-1]}",
+            "try precision.deterministic = false, or a model without this operator",
+        ) from error

@@ -264,11 +264,12 @@ def test_dropped_tokens_are_proven_on_layouts_that_keep_sequences_whole():
     assert "model.capacity_factor with context or tensor parallelism" in not_proven(config, runs)
 
 
-def test_a_machine_with_one_device_runs_the_config_on_one_rank():
+def test_ranks_of_proof_runs_share_the_devices_of_the_machine():
     config = load_config(overrides=["--layout.shard=parameters", "--layout.replicate=4", "--layout.tensor=2"])
-    run = named(proof_runs(config, devices=1), "on the device")
-    assert validate(run.config)[0] == Layout()
-    assert run.config.launch.device == "auto"
+    runs = proof_runs(config, devices=1)
+    assert [validate(named(runs, name).config)[0].ranks for name in ("as configured", "on the device")] == [8, 4]
+    assert {named(runs, name).config.launch.device for name in ("as configured", "on the device")} == {"auto"}
+    assert named(runs, "float64").config.launch.device == "cpu"
 
 
 def test_token_ids_are_taken_modulo_the_small_vocabulary():

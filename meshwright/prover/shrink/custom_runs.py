@@ -47,7 +47,7 @@ def custom_runs(config: RunConfig, float64: bool, devices: int = 0) -> list[Proo
     """The proof runs on a machine with `devices` CUDA devices. `float64`: whether the model computes in float64."""
     layouts = small_layouts(config.layout)
     configured = [shrink_custom(config, layout) for layout in layouts]
-    if devices < max(Layout.from_config(layout).ranks for layout in layouts):
+    if not devices:  # ranks share devices if there are fewer
         configured = [replace(run, launch=replace(run.launch, device="cpu")) for run in configured]
     in_float64 = [as_float64(run) for run in configured] if float64 else []
     if config.precision.compute == "fp16":

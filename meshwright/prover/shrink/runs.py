@@ -33,7 +33,8 @@ from meshwright.topology.unsupported import validate
 
 MAX_SEQUENCE = 16_384
 """The longest sequence that is proven by default."""
-MAX_RANKS_OF_LONG_SEQUENCES = 4
+MAX_RANKS_AT_SIZE = 4
+"""The most ranks of runs with long sequences, many tokens or wide blocks."""
 VARIATION = Limits(kv_heads=8, steps=6)
 """More key-value heads than in the other runs; two steps of warm-up and four of decay, in which every shape of the
 schedule differs from the others.
@@ -46,7 +47,7 @@ more rows of the vocabulary than 16 bits can count.
 """
 MAX_EVALUATED_SAMPLES = 64
 LONG_SEQUENCE = Limits(kv_heads=1, heads=2, width=16, head_size=8, ffn=16, micro=1, sequence=MAX_SEQUENCE, steps=1)
-DEVICE = Limits(vocab=512, ffn=256, heads=8, width=1024, head_size=128, sequence=256)
+DEVICE = Limits(vocab=512, ffn=256, kv_heads=4, heads=8, width=256, head_size=64, sequence=128)
 """Sizes at which a device runs the kernels of large models."""
 DEVICE_BLOCKS = 4
 ACCUMULATION = 3
@@ -93,12 +94,11 @@ def proof_runs(config: RunConfig, full: bool = False, devices: int = 0) -> list[
     if config.precision.compute == "fp64" and not devices:
         float64 = [replace(proof, count_bytes_every=limits.steps) for proof in float64]
         runs = named_runs(config, "as configured", float64)
-    elif devices >= max(Layout.from_config(layout).ranks for layout in layouts) or not devices:
-        runs = named_runs(config, "as configured", configured) + named_runs(config, "float64", float64)
     else:
-        on_cpu = [replace(run, launch=replace(run.launch, device="cpu")) for run in configured]
-        on_device = [for_device(config, layout, full) for layout in small_layouts(config.layout, devices)]
-        runs = named_runs(config, "as configured", on_cpu) + named_runs(config, "on the device", on_device)
+        runs = named_runs(config, "as configured", configured)
+        if devices:  # ranks share devices if there are fewer
+            on_device = [for_device(config, layout, full) for layout in small_layouts(config.layout, MAX_RANKS_AT_SIZE)]
+            runs += named_runs(config, "on the device", on_device)
         runs += named_runs(config, "float64", float64)
     runs += named_runs(config, "variation", variations(config), masked_labels=True, nonfinite=True)
     runs += last_steps(config)
@@ -126,7 +126,7 @@ def named_runs(
 
 
 def for_device(config: RunConfig, layout_config: LayoutConfig, full: bool) -> RunConfig:
-    """The run on as many ranks as there are devices: few blocks, and sizes that need the kernels of large models."""
+    """The run with few blocks, and sizes that need the kernels of large models."""
     if full:
         return shrink(config, layout_config, UNLIMITED)
     layout = Layout.from_config(layout_config)
@@ -208,7 +208,7 @@ def last_steps(config: RunConfig) -> list[ProofRun]:
     """The last steps of the user's own run, at their positions of the stream and of the learning-rate schedule, with
     the user's numbers of tokens, experts and samples. None if the run is as short and as small as other proof runs.
     """
-    layout_config = small_layouts(config.layout, MAX_RANKS_OF_LONG_SEQUENCES)[0]
+    layout_config = small_layouts(config.layout, MAX_RANKS_AT_SIZE)[0]
     small = shrink(config, layout_config)
     proof = as_float64(shrink(config, layout_config, REAL_COUNTS))
     layout = Layout.from_config(layout_config)
@@ -240,7 +240,7 @@ def counts(config: RunConfig) -> tuple[int, int]:
 def at_full_length(config: RunConfig, full: bool) -> RunConfig:
     """One step with the user's sequence length, of as few blocks, heads and samples as the layout allows."""
     limits = replace(LONG_SEQUENCE, sequence=config.data.sequence) if full else LONG_SEQUENCE
-    layout_config = small_layouts(config.layout, MAX_RANKS_OF_LONG_SEQUENCES)[0]
+    layout_config = small_layouts(config.layout, MAX_RANKS_AT_SIZE)[0]
     layout = Layout.from_config(layout_config)
     proof = as_float64(shrink(config, layout_config, limits))
     return replace(
