@@ -117,7 +117,7 @@ def synchronizations(case: str, *settings: str) -> list[str]:
     return sorted({place for places in found for place in places})
 
 
-def run_digest(case: str, *settings: str, faults: str = "") -> str:
+def trained_digest(case: str, *settings: str, faults: str = "") -> str:
     """The digest of the parameters after a deterministic run with checkpoints, whose ranks restart after a fault."""
     checkpoints = ("--checkpoint.mode=async", "--checkpoint.every=3", "--checkpoint.seconds=0")
     with tempfile.TemporaryDirectory() as folder, fault_environment(faults):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from cuda_steps import run_digest
+from cuda_steps import trained_digest
 
 pytestmark = pytest.mark.cuda
 
@@ -12,6 +12,6 @@ pytestmark = pytest.mark.cuda
 @pytest.mark.parametrize("compiled", [False, True])
 def test_deterministic_runs_and_resumes_are_bitwise_equal(case, compiled):
     setting = f"--compile.enabled={str(compiled).lower()}"
-    first = run_digest(case, setting)
-    assert run_digest(case, setting) == first
-    assert run_digest(case, setting, faults="step.backward:rank0:kill@step7") == first
+    first = trained_digest(case, setting)
+    assert trained_digest(case, setting) == first
+    assert trained_digest(case, setting, faults="step.backward:rank0:kill@step7") == first

@@ -37,9 +37,7 @@ def device_runs(config: RunConfig, ranks: int) -> list[ProofRun]:
     return [ProofRun("on CUDA", proof, changes(config, proof)) for proof in proofs if is_valid(proof)]
 
 
-def device_run(
-    config: RunConfig, axis: str, ranks: int, compute: Literal["fp32", "bf16"], compiled: bool
-) -> RunConfig:
+def device_run(config: RunConfig, axis: str, ranks: int, compute: Literal["fp32", "bf16"], compiled: bool) -> RunConfig:
     """The config in small sizes on one axis. It saves no checkpoints and evaluates nothing, which the other proof runs
     do.
     """
