@@ -45,6 +45,8 @@ foreach_add_ = torch._foreach_add_
 foreach_lerp = torch._foreach_lerp
 foreach_lerp_ = torch._foreach_lerp_
 foreach_sign_ = torch._foreach_sign_
+foreach_copy_ = torch._foreach_copy_
+fused_adamw_ = torch._fused_adamw_
 
 grouped_mm = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 """(rows, one matrix per group, offs=end row of each group) -> rows. A public name in newer releases only."""

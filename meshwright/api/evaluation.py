@@ -187,7 +187,7 @@ def evaluate_rank(
     set_determinism(config.precision, config.launch.threads, world.device)
     precision = Precision(config.precision, world.device)
     model = build_parallel_model(config, layout, job.custom, precision, world, job.weights)
-    saved, base = separate_frozen(model.parameters(), config, layout, world)
+    saved, base = separate_frozen(model.master_parameters(), config, layout, world)
     if base.get("digest") != manifest.base.get("digest"):
         raise CheckpointError(
             f"checkpoint {entry.name} refers to other frozen parameters: {manifest.base.get('digest', 'none')}, and "
@@ -199,6 +199,7 @@ def evaluate_rank(
     if mismatches := gather_mismatches(state, tensors, world):
         raise IdentityError(f"checkpoint {entry.name} is of another model: {mismatches[0]}")
     load_tensors(entry, state, world, BLOCK_SIZES.io_bytes)
+    model.round_masters()
     model.after_update()
     samples: tuple[Any, ...] = (job.custom.batch, job.custom.collate) if job.custom is not None else ()
     coordinate = layout.data_coordinate(world.rank)

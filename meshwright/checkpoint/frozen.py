@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Mapping
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from meshwright.config import RunConfig
 from meshwright.models.lora import FACTORS
@@ -27,8 +27,8 @@ MULTIPLIERS = (-7046029254386353131, -4658895280553007687, -7723592293110705685)
 
 
 def separate_frozen(
-    parameters: Mapping[str, nn.Parameter], config: RunConfig, layout: Layout, world: World
-) -> tuple[dict[str, nn.Parameter], dict[str, str]]:
+    parameters: Mapping[str, Tensor], config: RunConfig, layout: Layout, world: World
+) -> tuple[dict[str, Tensor], dict[str, str]]:
     """The parameters that a checkpoint contains, and its reference to the others: the base of low-rank adaptation. A
     model without factors has all of its parameters in the checkpoint; of one with factors it has the factors, those of
     frozen groups, too. Every rank must call it.

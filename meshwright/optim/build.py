@@ -5,17 +5,18 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from fnmatch import fnmatchcase
 
-from torch import nn
+from torch import Tensor, nn
 
 from meshwright.config import OptimizerConfig
 from meshwright.optim.adafactor import Adafactor
 from meshwright.optim.adamw import AdamW
 from meshwright.optim.interface import OptimizedParameter, Optimizer, UpdateRule, local_parameter
 from meshwright.optim.lion import Lion
+from meshwright.optim.master_adamw import MasterAdamW
 from meshwright.optim.muon import Muon
 from meshwright.optim.sgd import SGD
 from meshwright.optim.user_optimizer import OptimizerFactory, UserRule
-from meshwright.parallel.local_shard import local_shard
+from meshwright.parallel.local_shard import local_shard, local_tensor
 from meshwright.parallel.mesh import new_group
 from meshwright.parallel.world import World
 from meshwright.topology.layout import Layout
@@ -26,6 +27,8 @@ from meshwright.topology.optimizer_state import parameter_settings
 RULES: dict[str, type[UpdateRule]] = {"adamw": AdamW, "muon": Muon, "sgd": SGD, "lion": Lion, "adafactor": Adafactor}
 """Name of an update rule -> its class; `topology/optimizer_state.py` declares the state of each."""
 
+NO_MASTERS: Mapping[nn.Parameter, Tensor] = {}
+
 
 def build_optimizer(
     named: Mapping[str, nn.Parameter],
@@ -35,19 +38,24 @@ def build_optimizer(
     blocks: Sequence[str] = (),
     prefix: str = "",
     factory: OptimizerFactory | None = None,
+    masters: Mapping[nn.Parameter, Tensor] = NO_MASTERS,
 ) -> Optimizer:
-    """Returns the optimizer of the parameters that require a gradient. `blocks` are the
-    patterns of the names of the model's blocks; the user knows the parameters by their names without `prefix`."""
+    """Returns the optimizer of the parameters that require a gradient. `blocks` are the patterns of the names of the
+    model's blocks; the user knows the parameters by their names without `prefix`. Parameters with a master weight are
+    its rounding: the master is updated and rounded again.
+    """
     world = world or World()
     layout = layout or Layout(replicate=world.size)
     parameters = []
     for name, parameter in named.items():
         if parameter.requires_grad:
-            shard = local_shard(parameter)
+            master = masters.get(parameter)
+            shard = local_shard(parameter if master is None else master)
             in_block = any(fnmatchcase(name, f"{pattern}.*") for pattern in blocks)
             settings = parameter_settings(config, name.removeprefix(prefix), shard.shape, in_block)
-            local = local_parameter(parameter, shard, config.cpu_offload)
-            parameters.append(OptimizedParameter(name, parameter, shard, local, settings))
+            local = local_parameter(parameter if master is None else master, shard, config.cpu_offload)
+            weight = None if master is None else local_tensor(parameter)
+            parameters.append(OptimizedParameter(name, parameter, shard, local, settings, weight))
     # A pipeline stage may have no parameter that requires a gradient.
     dtype = next((p.local.dtype for p in parameters), next(iter(named.values())).dtype)
     if factory is not None:
@@ -58,5 +66,6 @@ def build_optimizer(
     by_rule: dict[str, list[OptimizedParameter]] = {}
     for optimized in parameters:
         by_rule.setdefault(optimized.settings.rule, []).append(optimized)
-    rules = [RULES[name](members, config, layout, world, group) for name, members in sorted(by_rule.items())]
+    kinds = RULES | ({"adamw": MasterAdamW} if masters and not config.cpu_offload else {})
+    rules = [kinds[name](members, config, layout, world, group) for name, members in sorted(by_rule.items())]
     return Optimizer(parameters, rules, config.clip, layout, world, dtype)

@@ -22,7 +22,7 @@ from meshwright.parallel.world import World
 from meshwright.topology.layout import Layout
 from meshwright.topology.matrix_owners import OPTIMIZER_AXIS
 from meshwright.topology.optimizer_state import ParameterSettings
-from meshwright.torch_private import foreach_mul_, foreach_norm, foreach_zero_
+from meshwright.torch_private import foreach_copy_, foreach_mul_, foreach_norm, foreach_zero_
 
 
 @dataclass(frozen=True, eq=False)
@@ -33,10 +33,12 @@ class OptimizedParameter:
     parameter: nn.Parameter
     """the parameter of the model; a DTensor where it is sharded"""
     shard: LocalShard
-    """the shard of the parameter on this rank, without a copy"""
+    """the shard of the parameter on this rank, or of its master weight, without a copy"""
     local: nn.Parameter
-    """what a rule updates: the parameter, the local shard of a DTensor, or a copy of the shard in CPU memory"""
+    """what a rule updates: the parameter, the local shard of a DTensor or a master weight, or a copy in CPU memory"""
     settings: ParameterSettings
+    weight: Tensor | None = None
+    """the local shard of the parameter, where it is the rounding of a master weight"""
 
 
 class UpdateRule(ABC):
@@ -68,6 +70,11 @@ class UpdateRule(ABC):
         rate of the step times the factor of each parameter. If not `finite`, nothing changes. Every rank calls it in
         every step, with the same values, so that a rule may use collectives.
         """
+
+    rounds_masters = False
+    """whether `step` writes the weights of master weights, and reads gradients in any dtype; otherwise the optimizer
+    does so
+    """
 
     def state_shards(self, parameter: OptimizedParameter) -> dict[str, LocalShard]:
         """The state of a parameter by key, as shards of the full state: numbers, and tensors that are sharded like the
@@ -174,11 +181,11 @@ class Optimizer:
         # The hash is 0 where every parameter has a gradient, because pipeline stages differ in their parameters.
         self.used_parameters = 0 if all(has_gradient) else zlib.crc32(has_gradient)
         if not self.sharded:
-            return torch.nn.utils.get_total_norm([gradient for gradient, _ in gradients], foreach=True)
+            return total_norm([gradient for gradient, _ in gradients], self.dtype)
         counted = [gradient for gradient, counts in gradients if counts]
         square = torch.zeros((), dtype=torch.float64, device=self.world.device)
         if counted:
-            square += torch.stack(foreach_norm(counted)).double().square().sum()
+            square += torch.stack(foreach_norm(counted, dtype=self.dtype)).double().square().sum()
         return self.world.all_reduce(square, "gradient norm").wait().sqrt().to(self.dtype)
 
     def update(self, lr: float, norm: Tensor, scale: Tensor, finite: Tensor) -> None:
@@ -194,13 +201,18 @@ class Optimizer:
             with torch.no_grad():
                 for local, shard in zip(self.local_parameters, self.shards, strict=True):
                     shard.local.copy_(local, non_blocking=True)
+        rounded = [p for rule in self.rules if not rule.rounds_masters for p in rule.parameters]
+        if weights := [p.weight for p in rounded if p.weight is not None]:
+            foreach_copy_(weights, [p.shard.local for p in rounded if p.weight is not None])
 
     def _attach_gradients(self) -> None:
         """Gives each local parameter the local shard of its parameter's gradient, in CPU memory if offloaded."""
-        for parameter, local in zip(self.parameters, self.local_parameters, strict=True):
-            if parameter is not local and parameter.grad is not None:
-                gradient = local_tensor(parameter.grad)
-                local.grad = gradient.to("cpu", non_blocking=True) if self.offload else gradient
+        for rule in self.rules:
+            for p in rule.parameters:
+                if p.parameter is not p.local and p.parameter.grad is not None:
+                    gradient = local_tensor(p.parameter.grad)
+                    gradient = gradient.to("cpu", non_blocking=True) if self.offload else gradient
+                    p.local.grad = gradient if rule.rounds_masters else gradient.to(p.local.dtype)
 
     def zero_grad(self, in_place: bool = False) -> None:
         """Frees the gradients, or fills them with zeros in place."""
@@ -211,9 +223,21 @@ class Optimizer:
             parameter.grad = None
 
 
-def local_parameter(parameter: nn.Parameter, shard: LocalShard, offload: bool) -> nn.Parameter:
-    """What a rule updates in place of a parameter."""
+def local_parameter(parameter: Tensor, shard: LocalShard, offload: bool) -> nn.Parameter:
+    """What a rule updates in place of a parameter or of its master weight."""
     if offload:
         host = torch.empty(shard.local.shape, dtype=shard.local.dtype, pin_memory=shard.local.is_cuda)
         return nn.Parameter(host.copy_(shard.local))
-    return nn.Parameter(shard.local) if isinstance(parameter, DTensor) else parameter
+    if isinstance(parameter, nn.Parameter) and not isinstance(parameter, DTensor):
+        return parameter
+    local = nn.Parameter(shard.local)
+    local.grad_dtype = None  # the gradient of a master weight may be in the dtype of the weight
+    return local
+
+
+def total_norm(tensors: list[Tensor], dtype: torch.dtype) -> Tensor:
+    """The norm of all elements of some tensors, summed in a dtype."""
+    if not tensors:
+        return torch.zeros((), dtype=dtype)
+    norm: Tensor = torch.linalg.vector_norm(torch.stack(foreach_norm(tensors, dtype=dtype)))
+    return norm

@@ -17,8 +17,12 @@ Fill = Callable[[LocalShard, str], None]
 class Materializer:
     """Allocates modules one by one (`allocate`) and writes their values (`initialize`) once they are sharded."""
 
-    def __init__(self, model: nn.Module, fill: Fill | None, device: torch.device) -> None:
-        self.model, self.fill_shard, self.device = model, fill, device
+    def __init__(
+        self, model: nn.Module, fill: Fill | None, device: torch.device, weights: torch.dtype = torch.float32
+    ) -> None:
+        self.model, self.fill_shard, self.device, self.weights = model, fill, device, weights
+        self.masters: dict[nn.Parameter, Tensor] = {}
+        """parameter of the model -> the float32 master weight that it is the rounding of"""
         self.copied_from: dict[str, str] = {}
         """parameters that start with the values of another parameter"""
 
@@ -38,15 +42,35 @@ class Materializer:
 
     @torch.no_grad()
     def initialize(self, module: nn.Module) -> None:
-        """Initializes the local shards of a submodule, by their names in the full model."""
+        """Initializes the local shards of a submodule, by their names in the full model, and rounds its weights."""
+        names = {id(tensor): name for name, tensor in named_tensors(self.model)}
         if self.fill_shard is not None:
-            names = {id(tensor): name for name, tensor in named_tensors(self.model)}
             for _, tensor in named_tensors(module):
                 name = names[id(tensor)]
                 self.fill_shard(local_shard(tensor), self.copied_from.get(name, name))
+        if self.weights == torch.bfloat16:
+            copies = [p for p in module.parameters() if names.get(id(p)) in self.copied_from]
+            masters = round_parameters(module, self.weights)
+            self.masters |= {p: master for p, master in masters.items() if not any(p is copy for copy in copies)}
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The parameters and buffers of a module."""
     yield from module.named_parameters()
     yield from module.named_buffers()
+
+
+def round_parameters(module: nn.Module, dtype: torch.dtype) -> dict[nn.Parameter, Tensor]:
+    """Rounds the float32 parameters that require a gradient to a dtype, and returns their values before it. Frozen
+    parameters have no update that a rounding could lose, and autocast rounds them where they are used.
+    """
+    masters: dict[nn.Parameter, Tensor] = {}
+
+    def rounded(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, nn.Parameter) or not tensor.requires_grad or tensor.dtype != torch.float32:
+            return tensor
+        masters[tensor] = tensor.detach()
+        return tensor.detach().to(dtype)
+
+    module._apply(rounded)
+    return masters

@@ -15,6 +15,7 @@ from torch.distributed.tensor.parallel import loss_parallel
 
 from meshwright.models.layers.experts import Router
 from meshwright.parallel.context_parallel.context_attention import ContextAttention
+from meshwright.parallel.local_shard import local_tensor
 from meshwright.parallel.mesh import Meshes
 from meshwright.parallel.tensor_parallel import reduce_partial_gradients
 
@@ -121,6 +122,8 @@ class ParallelModel:
     """the blocks of every pipeline stage of this rank"""
     tied_copies: frozenset[str] = frozenset()
     """parameters that mirror a tied parameter of another stage; they are neither updated nor saved here"""
+    masters: Mapping[nn.Parameter, Tensor] = MappingProxyType({})
+    """the float32 master weights of the parameters that are their rounding; sharded like them"""
     block_patterns: tuple[str, ...] = ()
     """the names of the blocks, with `*` for their numbers"""
     name_prefix = ""
@@ -147,6 +150,16 @@ class ParallelModel:
     def parameters(self) -> dict[str, nn.Parameter]:
         """The parameters that this rank updates and saves, as they are between steps (local shards under FSDP2)."""
         return {name: p for name, p in self.module.named_parameters() if name not in self.tied_copies}
+
+    def master_parameters(self) -> dict[str, Tensor]:
+        """The parameters of the run, which checkpoints contain: the same, or the master weight where there is one."""
+        return {name: self.masters.get(parameter, parameter) for name, parameter in self.parameters().items()}
+
+    @torch.no_grad()
+    def round_masters(self) -> None:
+        """Writes the master weights, rounded, to the model, after a checkpoint was loaded into them."""
+        for parameter, master in self.masters.items():
+            local_tensor(parameter).copy_(local_tensor(master))
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         return self.module(*inputs)  # type: ignore[no-any-return]

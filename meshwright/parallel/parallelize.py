@@ -17,9 +17,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+import torch
 from torch import Tensor, nn
 
-from meshwright.config import DDPConfig, RunConfig
+from meshwright.config import DDPConfig, PrecisionConfig, RunConfig
+from meshwright.config.dtypes import TORCH_NAMES
 from meshwright.errors import ConfigError
 from meshwright.models.layers.loss import use_fused_loss
 from meshwright.parallel.activation_checkpoint import apply_activation_checkpointing
@@ -65,7 +67,7 @@ def parallelize(
     meshes = build_meshes(layout, world.device.type, experts=bool(config.model.experts) and fill is not None)
     synchronize_batch_norm(model, partial(new_group, layout, "replicate", "shard"))
     require_spec(model, spec, layout)
-    materializer = Materializer(model, fill, world.device)
+    materializer = Materializer(model, fill, world.device, weights_dtype(config.precision))
     context = ContextAttention(meshes.context_group, config.context.method) if meshes.context_group else None
     apply = AxisOrder(config, layout, world, meshes, context, materializer, ddp)
     if layout.pipeline == 1:
@@ -83,11 +85,17 @@ def parallelize(
         sequence_shards = layout.tensor if shards_sequence(spec) else 1
         parallel_model = PipelineModel(model, stages, divided, plan, meshes, world.device, sequence_shards)
     parallel_model.meshes = meshes
+    parallel_model.masters = materializer.masters
     parallel_model.block_patterns = spec.block_patterns
     parallel_model.context = context
     if context is not None:
         parallel_model.shard_inputs = partial(shard_batch, context, model)
     return parallel_model
+
+
+def weights_dtype(config: PrecisionConfig) -> torch.dtype:
+    """The dtype of the weights in a model whose parameters are float32."""
+    return getattr(torch, TORCH_NAMES[config.weights or "fp32"])  # type: ignore[no-any-return]
 
 
 def shard_batch(context: ContextAttention, model: nn.Module, batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -261,7 +261,7 @@ def relations_on(world: World, config: RunConfig) -> list[Claim]:
 
 def decoder_under_test(config: RunConfig, precision: Precision) -> RelationModel:
     """The decoder with random weights of order one, so that every logit depends on every token that it sees."""
-    module, spec = build_empty(config.model, precision.weights, precision.device), model_spec(config.model)
+    module, spec = build_empty(config.model, precision.parameters, precision.device), model_spec(config.model)
     generator = torch.Generator().manual_seed(0)
     for tensor in (*module.parameters(), *module.buffers()):
         std, mean = (tensor.shape[-1] ** -0.5, 0.0) if tensor.ndim > 1 else (0.1, 1.0)

@@ -132,7 +132,7 @@ def parallelize_fake_model(
     config: RunConfig, layout: Layout, world: World, size: StepSize, fake_tensors: FakeTensors
 ) -> ParallelModel:
     """Builds and parallelizes the real model. torch shards fake parameters only outside the fake tensor mode."""
-    dtype = Precision(config.precision, world.device).weights
+    dtype = Precision(config.precision, world.device).parameters
     placement = pipeline_placement(config, layout, world.rank, block_costs(config))
     blocks = sum(size.blocks)
     architecture = run_spec(config).architecture
@@ -155,7 +155,7 @@ def parallelize_custom_model(
     config: RunConfig, layout: Layout, world: World, custom: CustomModel, fake_tensors: FakeTensors
 ) -> ParallelModel:
     """Parallelizes a copy of a user's model and loss without their values."""
-    dtype = Precision(config.precision, world.device).weights
+    dtype = Precision(config.precision, world.device).parameters
     objective = build_objective_on_meta(custom, dtype)
     with fake_tensors.active():
         Materializer(objective, None, world.device).allocate(objective)
@@ -181,7 +181,13 @@ def trace_second_step(
     config: RunConfig, layout: Layout, world: World, model: ParallelModel, batches: Iterator[list[MicroBatch]]
 ) -> tuple[SimulatedStep, InFlightTracker | None]:
     optimizer = build_optimizer(
-        model.parameters(), config.optimizer, layout, world, model.block_patterns, model.name_prefix
+        model.parameters(),
+        config.optimizer,
+        layout,
+        world,
+        model.block_patterns,
+        model.name_prefix,
+        masters=model.masters,
     )
     for rule in optimizer.rules:
         rule.is_finite = lambda _finite: True

@@ -33,7 +33,7 @@ def build_parallel_model(
         return build_parallel_decoder(config, layout, precision, world, weights)
     fill = fill_shards(custom, config.seed) if custom.on_meta() else None
     fill = fill_from(weights, lambda name: name.removeprefix(MODEL_PREFIX), fill)
-    objective = custom.build_objective(world.device, precision.weights)
+    objective = custom.build_objective(world.device, precision.parameters)
     return parallelize_objective(objective, custom, config, layout, world, fill)
 
 
@@ -67,7 +67,7 @@ def build_parallel_decoder(
         init_shard(shard.local, name, shard.shape, shard.offset, spec, config.seed)
 
     return parallelize(
-        set_trainable(build_on_meta(config.model, precision.weights, config.lora), spec),
+        set_trainable(build_on_meta(config.model, precision.parameters, config.lora), spec),
         config,
         layout,
         world,

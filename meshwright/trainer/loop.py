@@ -104,7 +104,7 @@ class Training:
             self.config, job.batch, world, self.parallel_model, self.precision, self.log, self.spans
         )
 
-        self.parameters = self.parallel_model.parameters()
+        self.parameters = self.parallel_model.master_parameters()
         self.saved, self.base = separate_frozen(self.parameters, self.config, job.layout, world)
         self.optimizer = self._build_optimizer()
         self.resume = self._build_resume_state()
@@ -166,7 +166,7 @@ class Training:
     def _build_optimizer(self) -> Optimizer:
         model, config = self.parallel_model, self.config.optimizer
         more = (model.block_patterns, model.name_prefix, self.job.update.optimizer)
-        return build_optimizer(self.parameters, config, self.job.layout, self.world, *more)
+        return build_optimizer(model.parameters(), config, self.job.layout, self.world, *more, model.masters)
 
     def state(self) -> CheckpointState:
         """Returns the tensors that a checkpoint contains."""
@@ -225,6 +225,7 @@ class Training:
             self._record_extension(0, self._steps_before())
             return self.job.first_step
         manifest = restored.manifest
+        self.parallel_model.round_masters()
         self.parallel_model.after_update()
         self.resume.apply(manifest, self.recorder, self.precision)
         self.saver.continue_from(manifest)

@@ -16,7 +16,9 @@ from meshwright.torch_private import fix_compiled_kernels
 
 
 class Precision:
-    """The dtypes of a run. Weights are float32 except in fp64; bf16 and fp16 compute under autocast."""
+    """The dtypes of a run. Parameters are float32 except in fp64; bf16 and fp16 compute under autocast, with weights in
+    the model that are float32, or in bf16 the rounded parameters.
+    """
 
     def __init__(self, config: PrecisionConfig, device: torch.device) -> None:
         self.compute: torch.dtype = getattr(torch, TORCH_NAMES[config.compute])
@@ -30,7 +32,8 @@ class Precision:
         return self.scaler.scale if self.scaler is not None else self._one
 
     @property
-    def weights(self) -> torch.dtype:
+    def parameters(self) -> torch.dtype:
+        """The dtype of the parameters that the optimizer updates and that checkpoints contain."""
         return torch.float64 if self.compute == torch.float64 else torch.float32
 
     def autocast(self) -> AbstractContextManager[None]:

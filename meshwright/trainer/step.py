@@ -200,7 +200,7 @@ class Step:
         self._seed(step)
         if self.objective is not None:
             self.objective.measured.clear()  # a pass outside of a step may have left something
-        self.expert_balancer.begin_step(self.precision.scale, self.precision.weights)
+        self.expert_balancer.begin_step(self.precision.scale, self.precision.parameters)
         if faults.fail_point("step.collective", step) == "desync":
             self.world.all_reduce(torch.zeros(7), "injected all-reduce").wait()
         # The step control vector is summed while the forward pass runs. Where a forward pass may not be abandoned
@@ -216,7 +216,7 @@ class Step:
 
         clock.enter("copy")
         inputs = [tuple(map(self.world.to_device, self.parallel_model.shard_inputs(b.tensors))) for b in batches]
-        total = torch.zeros((), device=self.world.device, dtype=self.precision.weights)
+        total = torch.zeros((), device=self.world.device, dtype=self.precision.parameters)
         loss_sum: PendingAllReduce | None = None
         injected_nan = False
 

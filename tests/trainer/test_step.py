@@ -47,7 +47,7 @@ def one_step(world: World, *overrides: str) -> dict:
     """Runs four steps of a small model and returns what the last one counted."""
     config = load_config(overrides=["--model.width=32", "--model.layers=2", "--model.ffn=48", *overrides])
     precision = Precision(config.precision, world.device)
-    model = build_model(config.model, 0, precision.weights)
+    model = build_model(config.model, 0, precision.parameters)
     optimizer = build_optimizer(dict(model.named_parameters()), config.optimizer)
     parallel_model = DDPModel(model, config.ddp, world) if world.size > 1 else ParallelModel(model)
     balancer = ExpertBalancer(model, config, world)

@@ -14,6 +14,7 @@ from meshwright.models.gpt2.spec import GPT2Options
 from meshwright.models.layers.attention import CoreAttention
 from meshwright.models.layers.block_stack import BlockStack
 from meshwright.models.layers.decoder import LanguageModel
+from meshwright.models.layers.norm import LayerNorm
 from meshwright.models.layers.rotary import RotaryEmbedding, RotaryTables
 
 
@@ -54,9 +55,9 @@ class GPT2Block(nn.Module):
 
     def __init__(self, config: ModelConfig) -> None:
         super().__init__()
-        self.attention_norm = nn.LayerNorm(config.width, config.norm_eps)
+        self.attention_norm = LayerNorm(config.width, config.norm_eps)
         self.attention = GPT2Attention(config)
-        self.ffn_norm = nn.LayerNorm(config.width, config.norm_eps)
+        self.ffn_norm = LayerNorm(config.width, config.norm_eps)
         self.ffn = GELUFeedForward(config.width, config.ffn)
 
     def forward(self, x: Tensor, rotary: RotaryTables) -> Tensor:
@@ -73,7 +74,7 @@ class GPT2Decoder(nn.Module):
         self.position = nn.Embedding(options.positions, config.width)
         self.blocks = nn.ModuleList(GPT2Block(config) for _ in range(config.layers))
         self.stack = BlockStack()
-        self.norm = nn.LayerNorm(config.width, config.norm_eps)
+        self.norm = LayerNorm(config.width, config.norm_eps)
         self.rotary = RotaryEmbedding(0, config.rope_theta)
 
     def forward(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:

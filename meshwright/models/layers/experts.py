@@ -42,9 +42,9 @@ class Router(nn.Module):
         return self.weight
 
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        with torch.autocast(x.device.type, enabled=False):  # half precision would turn close scores into ties
-            scores = nn.functional.linear(x, self.matrix().to(x.dtype))
-        scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+        wide = torch.promote_types(x.dtype, torch.float32)  # half precision would turn close scores into ties
+        with torch.autocast(x.device.type, enabled=False):
+            scores = nn.functional.linear(x.to(wide), self.matrix().to(wide))
         chosen = self.choose(scores.detach() + self.bias)
         if self.routing.normalize:
             weights = scores.gather(1, chosen).softmax(dim=-1)

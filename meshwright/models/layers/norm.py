@@ -1,4 +1,4 @@
-"""RMSNorm of the decoders."""
+"""The norms of the decoders. They compute in float32 at least, and return the dtype of the residual stream."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 
 class RMSNorm(nn.Module):
-    """x / rms(x) * weight, computed in float32 at least."""
+    """x / rms(x) * weight."""
 
     def __init__(self, width: int, eps: float) -> None:
         super().__init__()
@@ -17,4 +17,11 @@ class RMSNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        return F.rms_norm(wide, self.weight.shape, eps=self.eps).to(x.dtype) * self.weight
+        return (F.rms_norm(wide, self.weight.shape, eps=self.eps) * self.weight).to(x.dtype)
+
+
+class LayerNorm(nn.LayerNorm):
+    """torch's LayerNorm. Autocast lets it return float32, whatever the dtype of the residual stream is."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x).to(x.dtype)

@@ -39,7 +39,7 @@ def model_notes(model: nn.Module, spec: ParallelSpec) -> list[str]:
 
 def dtype_notes(model: nn.Module, config: PrecisionConfig) -> list[str]:
     """Returns a note if floating-point parameters have another dtype than the weights that are trained."""
-    trained = Precision(config, torch.device("cpu")).weights
+    trained = Precision(config, torch.device("cpu")).parameters
     named = [(name, p.dtype) for name, p in model.named_parameters() if p.is_floating_point()]
     others = [(name, dtype) for name, dtype in named if dtype != trained]
     if not others:

@@ -73,13 +73,13 @@ def trace_custom_model(
     In a mixed precision, FSDP2 casts the parameters of blocks, and DDP leaves it to autocast: both are traced.
     """
     precision = Precision(config, torch.device("cpu"))
-    replicated = build_objective_on_meta(custom, precision.weights)
+    replicated = build_objective_on_meta(custom, precision.parameters)
     name = type(custom.module).__name__
     tensors = micro_batch.tensors
     autocast_spec, pass_trace = trace_model(describe(custom, replicated), name, tensors, samples, precision.autocast)
     spec = autocast_spec
-    if precision.compute != precision.weights:
-        sharded = cast_units(build_objective_on_meta(custom, precision.weights), custom, precision.compute)
+    if precision.compute != precision.parameters:
+        sharded = cast_units(build_objective_on_meta(custom, precision.parameters), custom, precision.compute)
         spec, _ = trace_model(describe(custom, sharded), name, tensors, samples, precision.autocast)
     tokens = tensors[0]
     is_text = tokens.ndim == 2 and not tokens.is_floating_point()
