@@ -36,6 +36,7 @@ class AllToAllDispatch(ExpertDispatch):
         super().__init__()
         self.group = group
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, expert_weights: nn.Module, rows: Tensor, counts: Tensor) -> Tensor:
         ranks = self.group.size()
         receive_counts = torch.empty_like(counts)
@@ -70,6 +71,7 @@ class AllReduceCounts(SequenceCounts):
         super().__init__()
         self.group = group
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, counts: Tensor) -> Tensor:
         total = counts.clone()
         dist.all_reduce(total, group=self.group)

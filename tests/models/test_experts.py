@@ -176,16 +176,17 @@ def test_activation_checkpointing_counts_the_expert_load_once(reentrant):
     assert torch.equal(module.take_load()[0], plain.take_load()[0])
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("mode", ["none", "full", "selective"])
-def test_compiled_block_excludes_its_experts_from_the_graph(mode):
-    plain, compiled = (build_model(CONFIG, 0).decoder.blocks[0] for _ in range(2))
+def test_compiled_block_with_experts_equals_an_eager_one(mode, dtype):
+    plain, compiled = (build_model(CONFIG, 0).decoder.blocks[0].to(dtype) for _ in range(2))
     if mode != "none":
         checkpoint_block(compiled, mode)
     compiled.forward = torch.compile(compiled.forward, backend="aot_eager")  # inductor would take a minute
     found = []
     for block in (plain, compiled):
         block.ffn.auxiliary_scale = torch.tensor(0.1)
-        x = inputs(dtype=torch.float32)
+        x = inputs(dtype=dtype)
         rotary = RotaryEmbedding(CONFIG.width // CONFIG.heads, CONFIG.rope_theta)(7, x.dtype, x.device, None)
         block(x, rotary).square().sum().backward()
         found.append((x.grad, block.ffn.take_load()[0], *(p.grad for p in block.parameters())))

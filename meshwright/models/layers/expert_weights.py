@@ -7,6 +7,7 @@ them one by one elsewhere, and is the reference that the kernel is tested agains
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -40,7 +41,8 @@ class ExpertWeights(nn.Module):
         rows = to_compute_dtype(rows)
         gate, up, down = map(to_compute_dtype, self.weights())
         if supports_grouped_mm(rows, gate):
-            return grouped_experts(rows, torch.as_tensor(counts, device=rows.device), (gate, up, down))
+            run = grouped_experts if rows.dtype == torch.bfloat16 else untraced_grouped_experts
+            return run(rows, torch.as_tensor(counts, device=rows.device), (gate, up, down))
         return looped_experts(rows, self.rows_per_expert(counts, len(rows)), (gate, up, down))
 
     def rows_per_expert(self, counts: Tensor | Sequence[int], _rows: int) -> Tensor | Sequence[int]:
@@ -70,10 +72,24 @@ def grouped_experts(rows: Tensor, counts: Tensor, weights: ExpertMatrices) -> Te
     offsets = counts.cumsum(0, dtype=torch.int32)
     rows = rows.contiguous()
     hidden = F.silu(grouped_mm(rows, gate, offs=offsets)) * grouped_mm(rows, up, offs=offsets)
-    out: Tensor = grouped_mm(hidden, down, offs=offsets)
-    if out.requires_grad:
-        out.register_hook(torch.Tensor.contiguous)  # the kernel does not support an expanded gradient
+    out: Tensor = ContiguousGradient.apply(grouped_mm(hidden, down, offs=offsets))  # type: ignore[no-untyped-call]
     return out
+
+
+untraced_grouped_experts = torch.compiler.disable(grouped_experts)
+"""Compiled blocks leave it out of their graph: torch.compile knows the kernel in bfloat16 only."""
+
+
+class ContiguousGradient(torch.autograd.Function):
+    """The identity; its gradient is contiguous. The grouped kernel does not support an expanded one."""
+
+    @staticmethod
+    def forward(_ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(_ctx: Any, gradient: Tensor) -> Tensor:
+        return gradient.contiguous()
 
 
 def looped_experts(rows: Tensor, counts: Tensor | Sequence[int], weights: ExpertMatrices) -> Tensor:

@@ -19,6 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.config import ModelConfig
+from meshwright.models.layers.expert_rows import row_order
 from meshwright.models.layers.expert_weights import ExpertWeights, to_compute_dtype
 from meshwright.models.layers.feed_forward import FeedForward
 from meshwright.models.routing import Routing
@@ -53,8 +54,8 @@ class Router(nn.Module):
         return scores, chosen, weights if self.routing.scale == 1.0 else weights * self.routing.scale
 
     def choose(self, scores: Tensor) -> Tensor:
-        """The experts with the highest scores. A stable sort instead of topk, which does not specify the order of equal
-        scores.
+        """The experts with the highest scores, best first; of equal scores, the first. topk does not specify their
+        order, and a sort of short rows is slow on CUDA.
         """
         if self.routing.groups > 1:
             grouped = scores.unflatten(-1, (self.routing.groups, -1))
@@ -62,7 +63,12 @@ class Router(nn.Module):
             excluded = torch.ones_like(ranked, dtype=torch.bool)
             excluded.scatter_(-1, ranked[:, : self.routing.groups_active], False)
             scores = grouped.masked_fill(excluded[..., None], -torch.inf).flatten(-2)
-        return scores.sort(dim=-1, descending=True, stable=True).indices[:, : self.active].contiguous()
+        experts = torch.arange(scores.shape[-1], device=scores.device)
+        best = [scores.argmax(dim=-1)]
+        while len(best) < self.active:
+            scores = scores.masked_fill(experts == best[-1][:, None], -torch.inf)
+            best.append(scores.argmax(dim=-1))
+        return torch.stack(best, dim=-1)
 
 
 class ExpertDispatch(nn.Module):
@@ -101,8 +107,6 @@ class Experts(nn.Module):
         self.load: Tensor | None = None
         self.dropped: Tensor | None = None
 
-    # A compiled block leaves this method out of its graph: its sizes depend on the data, and it counts.
-    @torch.compiler.disable  # type: ignore[untyped-decorator]
     def forward(self, x: Tensor) -> Tensor:
         tokens = x.reshape(-1, x.shape[-1])
         scores, chosen, weights = self.router(tokens)
@@ -110,11 +114,9 @@ class Experts(nn.Module):
         load = counts.sum(dim=0)
         order, accepted = self.admit(chosen, load)
         self.record_load(load, accepted)
-        # Tokens are expanded to one row per (token, expert), since the gradient of expand is a sum in a fixed order.
-        rows = to_compute_dtype(tokens)[:, None].expand(-1, self.active, -1).reshape(-1, tokens.shape[-1])
-        outputs = self.dispatch(self.bank, rows.index_select(0, order), accepted)
-        by_token = outputs.new_zeros(rows.shape).index_copy(0, order, outputs).view(*chosen.shape, tokens.shape[-1])
-        out = (by_token * weights[..., None]).sum(dim=1).to(x.dtype).view_as(x)
+        rows = row_order(order, *chosen.shape)
+        outputs = self.dispatch(self.bank, rows.gather(to_compute_dtype(tokens)), accepted)
+        out = rows.combine(outputs, weights).to(x.dtype).view_as(x)
         if self.shared is not None:
             out = out + self.shared(x)
         return self.attach_balance_loss(out, scores, counts)
@@ -127,12 +129,18 @@ class Experts(nn.Module):
     def admit(self, chosen: Tensor, load: Tensor) -> tuple[Tensor, Tensor]:
         """(indices of rows sorted by expert, number of rows per expert); rows above the capacity are dropped."""
         expert, order = chosen.flatten().sort(stable=True)
-        if not self.capacity:
-            return order, load
-        limit = math.ceil(self.capacity * chosen.numel() / self.count)
+        return self.drop(expert, order, load) if self.capacity else (order, load)
+
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
+    def drop(self, expert: Tensor, order: Tensor, load: Tensor) -> tuple[Tensor, Tensor]:
+        """Drops rows above the capacity of their expert. The number of the others depends on the data, so a compiled
+        block leaves this method out of its graph.
+        """
+        limit = math.ceil(self.capacity * len(order) / self.count)
         position = torch.arange(len(order), device=order.device) - (load.cumsum(0) - load)[expert]
         return order[position < limit], load.clamp(max=limit)  # the host waits here for the number of rows
 
+    @torch.compiler.disable  # type: ignore[untyped-decorator]
     @torch.no_grad()
     def record_load(self, load: Tensor, accepted: Tensor) -> None:
         """Counts a training pass once: activation checkpointing repeats the forward pass inside backward."""
