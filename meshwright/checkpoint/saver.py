@@ -146,7 +146,8 @@ class CheckpointSaver:
         elapsed = time.monotonic() - self.begin_time
         # The interval grows with the stall of the last save, so that saving costs at most the configured overhead.
         interval = max(self.config.seconds, self.stall_seconds / self.config.overhead)
-        by_time = self.config.seconds and elapsed >= interval
+        assert self.stager is not None
+        by_time = self.config.seconds and elapsed >= interval and self.stager.ready()
         by_steps = self.config.every and step % self.config.every == 0
         if not (by_time or by_steps):
             return False
@@ -173,6 +174,13 @@ class CheckpointSaver:
         self.world.heartbeat.add_seconds({"save": self.stall_seconds})
         return results
 
+    def block_update(self) -> None:
+        """Make the update that follows on the device wait until the state of the save in flight is copied. Every write
+        to a parameter or to optimizer state is preceded by this call.
+        """
+        if self.stager is not None:
+            self.stager.block_update()
+
     def wait(self) -> list[SaveResult]:
         """Wait for the save in flight and return its result. Meanwhile the heartbeat beats as long as bytes are
         written, and shows whether only other ranks are incomplete.
@@ -187,7 +195,9 @@ class CheckpointSaver:
                 self.world.heartbeat.beat()
         self.world.heartbeat.set_waiting(False)
         result, self.in_flight = self.in_flight.result(), None
-        result.stall_seconds = self.stall_seconds = max(self.stall_seconds, result.stall_seconds)
+        assert self.stager is not None
+        self.stall_seconds += self.stager.blocked_seconds()
+        result.stall_seconds = self.stall_seconds
         result.skipped, self.skipped = self.skipped, 0
         if result.error is None:
             self.newest_step = result.step
@@ -224,7 +234,7 @@ class CheckpointSaver:
         start = time.monotonic()
         result = SaveResult(metadata.step, checkpoint_folder(metadata.step, self.attempt))
         try:
-            result.stall_seconds = stager.wait()
+            stager.wait()
             self._check_agreement(metadata, state, stager)
             run, timeline = self.lineage.run, self.lineage.timeline
             self.writer = ShardWriter(

@@ -3,55 +3,102 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import nullcontext
+from itertools import accumulate
 from math import prod
 
 import torch
 
+from meshwright.checkpoint.host_memory import CopyStream, HostMemory
 from meshwright.checkpoint.state import CheckpointState
 from meshwright.parallel.data_parallel.replica_check import ReplicaChecker, parameter_checksums
 from meshwright.parallel.local_shard import LocalShard, local_shard
 from meshwright.topology.layout import Layout
 
+ALIGNMENT = 64
+"""The alignment in bytes of every tensor in host memory."""
+
 
 class HostStager:
-    """Host copies of the shards that this rank saves, in buffers that are allocated once and reused."""
+    """Host copies of the shards that this rank saves, in memory that is allocated once and reused.
 
-    def __init__(self, state: CheckpointState, layout: Layout, rank: int) -> None:
+    On CUDA the copies run beside the next forward and backward pass; `block_update` makes the next update wait.
+    """
+
+    def __init__(self, state: CheckpointState, layout: Layout, rank: int, stream: CopyStream | None = None) -> None:
         shards = {name: local_shard(tensor) for name, tensor in state.items()}
-        pinned = any(shard.local.is_cuda for shard in shards.values())
+        device = next((shard.local.device for shard in shards.values() if shard.local.is_cuda), None)
+        self.stream = stream or (CopyStream(device) if device is not None else None)
+        names = assign_shards(shards, layout, rank)
+        *starts, size = accumulate((aligned(shards[name].local.nbytes) for name in names), initial=0)
+        self.memory = HostMemory(size, device)
         self.host = {
-            name: shards[name].with_local(
-                torch.zeros(shards[name].local.shape, dtype=shards[name].local.dtype, pin_memory=pinned)
-            )
-            for name in assign_shards(shards, layout, rank)
+            name: shards[name].with_local(view_as(self.memory.bytes[start:], shards[name].local))
+            for name, start in zip(names, starts, strict=True)
         }
+        self.updated = names_written_by_update(state)
         self.replicas = ReplicaChecker({name: s for name, s in shards.items() if is_replica_checked(name)}, layout)
-        self.checksums = torch.zeros(len(self.replicas.names), dtype=torch.int64, pin_memory=pinned)
+        self.checksums = torch.zeros(len(self.replicas.names), dtype=torch.int64, pin_memory=device is not None)
         """A checksum of every replicated parameter, whether this rank saves it or not: replicas are compared by it."""
-        self.copy_begin, self.copy_end = (torch.cuda.Event(enable_timing=True) if pinned else None for _ in range(2))
+        self.sources: list[torch.Tensor] = []
+        """The tensors that are being copied: their memory is not reused meanwhile."""
+        self.blocks_update = False
+        """Whether the next update has to wait for copies."""
+
+    def ready(self) -> bool:
+        """Whether `copy` begins at once."""
+        return self.memory.ready()
 
     @torch.no_grad()
     def copy(self, state: CheckpointState) -> dict[str, LocalShard]:
-        """Copy to the host. On CUDA the copies are enqueued before the next step, and `wait` returns when they are
-        complete.
-        """
-        if self.copy_begin is not None:
-            self.copy_begin.record()
-        for name, host in self.host.items():
-            host.local.copy_(local_shard(state[name]).local, non_blocking=True)
+        """Copy to the host. On CUDA the copies are queued, and `wait` returns when they are complete."""
+        self.memory.wait()
+        sources = {name: local_shard(state[name]).local for name in self.host}
         if self.replicas.names:
             checksums = parameter_checksums(local_shard(state[name]).local for name in self.replicas.names)
             self.checksums.copy_(checksums, non_blocking=True)
-        if self.copy_end is not None:
-            self.copy_end.record()
+        for name in self.host.keys() - self.updated:
+            self.host[name].local.copy_(sources[name], non_blocking=True)
+        with self.stream.copies() if self.stream else nullcontext():
+            for name in self.host.keys() & self.updated:
+                self.host[name].local.copy_(sources[name], non_blocking=True)
+        if self.stream:
+            self.sources, self.blocks_update = list(sources.values()), True
         return self.host
 
-    def wait(self) -> float:
-        """Wait for the copies; the seconds of device time that they took."""
-        if self.copy_begin is None or self.copy_end is None:
-            return 0.0
-        self.copy_end.synchronize()
-        return float(self.copy_begin.elapsed_time(self.copy_end)) / 1e3
+    def block_update(self) -> None:
+        """Make the update that follows on the device wait for the copies; the host does not wait."""
+        if self.stream and self.blocks_update:
+            self.stream.block_current()
+            self.blocks_update = False
+
+    def blocked_seconds(self) -> float:
+        """How long the last copies have blocked an update."""
+        return self.stream.blocked_seconds() if self.stream and not self.blocks_update else 0.0
+
+    def wait(self) -> None:
+        """Wait for the copies."""
+        if self.stream:
+            self.stream.synchronize()
+            self.sources = []
+
+
+def aligned(size: int) -> int:
+    """A size in bytes, rounded up so that the next tensor begins at the start of a cache line."""
+    return -(-size // ALIGNMENT) * ALIGNMENT
+
+
+def view_as(memory: torch.Tensor, tensor: torch.Tensor) -> torch.Tensor:
+    """The first bytes of host memory, as a tensor of the dtype and shape of another."""
+    return memory[: tensor.nbytes].view(tensor.dtype).view(tensor.shape)
+
+
+def names_written_by_update(state: CheckpointState) -> set[str]:
+    """The tensors that only the update of the optimizer writes: optimizer state, and parameters that have some. A
+    forward pass may write any other one, such as a buffer of BatchNorm.
+    """
+    moments = {name for name in state if name.startswith("optimizer/")}
+    return moments | {"model/" + name.removeprefix("optimizer/").rpartition("/")[0] for name in moments}
 
 
 def is_replica_checked(name: str) -> bool:

@@ -198,6 +198,7 @@ class Training:
         )
         context.signal_seen = self.signals.received
         context.stop_requested = lambda: bool(self.callbacks.run.stop_reason)
+        context.before_update = self.saver.block_update
         context.on_gradient = self.job.observer.on_gradient
         if self.world.rank == 0:
             context.save_state = self.saver.poll

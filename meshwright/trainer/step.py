@@ -60,6 +60,8 @@ class StepContext:
     """the number of the signal that this rank has received, or 0"""
     save_state: Callable[[int], tuple[bool, bool]] = lambda _done: (False, False)
     """for a number of completed steps: (a checkpoint is due, the previous save has finished)"""
+    before_update: Callable[[], None] = lambda: None
+    """called before parameters or optimizer state are written: a checkpoint may still be copied from them"""
     stop_requested: Callable[[], bool] = lambda: False
     """whether a callback of this rank has asked the run to end"""
     on_gradient: Callable[[int, list[MicroBatch]], None] = lambda _step, _batches: None
@@ -157,6 +159,7 @@ class Step:
         clock = StepClock(self.world.device, self.world.heartbeat, step, on_phase)
 
         if clock.enter("fetch") == "flip":
+            self.context.before_update()
             flip_bit(self.parallel_model.module)
         batches = next(batches_by_step)
 
@@ -168,6 +171,7 @@ class Step:
         scale = self.precision.scale
         norm = self.optimizer.gradient_norm() / scale
         finite = torch.isfinite(norm) & torch.isfinite(loss)
+        self.context.before_update()
         self.optimizer.update(lr, norm, scale, finite)
         self.parallel_model.after_update()
         self.optimizer.zero_grad(in_place=self.parallel_model.zero_in_place and len(batches) > 1)
