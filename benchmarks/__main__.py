@@ -66,6 +66,10 @@ BENCHMARKS = (
 
 
 def main() -> None:
+    if sys.argv[1:2] == ["gpu"]:
+        from benchmarks.gpu.command import main as gpu
+
+        return gpu(sys.argv[2:])
     parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
     parser.add_argument("--only", choices=BENCHMARKS, nargs="+", default=BENCHMARKS)
     parser.add_argument(

@@ -137,14 +137,19 @@ class AxisOrder:
 
     def data_parallel(self, module: nn.Module, spec: ParallelSpec) -> ParallelModel:
         """Wraps a module by FSDP2 or DDP, or by neither if no other rank processes different tokens."""
-        different_tokens = self.layout.data_degree * self.layout.context > 1
-        if different_tokens and self.meshes.dense_mesh is not None:
+        wraps = wraps_data_parallel(self.layout)
+        if wraps and self.meshes.dense_mesh is not None:
             parallel_model = FSDPModel(module, spec, self.config, self.meshes, self.materializer.allocate)
             self.materializer.initialize(module)
             return parallel_model
         self.materializer.allocate(module)
         self.materializer.initialize(module)
-        return self.ddp(module, self.config.ddp, self.world) if different_tokens else ParallelModel(module)
+        return self.ddp(module, self.config.ddp, self.world) if wraps else ParallelModel(module)
+
+
+def wraps_data_parallel(layout: Layout) -> bool:
+    """Whether ranks process different tokens, so that FSDP2 or DDP sums their gradients."""
+    return layout.data_degree * layout.context > 1
 
 
 def require_spec(model: nn.Module, spec: ParallelSpec, layout: Layout) -> None:

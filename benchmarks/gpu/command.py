@@ -1,0 +1,103 @@
+"""`python -m benchmarks gpu`: training speed on this machine's CUDA device, beside the loops of others.
+
+Every row prints as soon as it is measured, and the JSON file is complete after every row.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import gc
+import importlib.metadata
+import json
+import platform
+import sys
+import warnings
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu import ceilings, numerics
+from benchmarks.gpu.rows import PAIRS
+from benchmarks.gpu.session import TURN_SECONDS, Session, report
+from benchmarks.gpu.shapes import SHAPES, tiny
+
+PACKAGES = ("torch", "triton", "transformers", "accelerate", "pytorch-lightning")
+ROWS = ("ceiling", "numerics", *(row.name for row in PAIRS))
+
+
+def main(arguments: list[str]) -> None:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks gpu", description=__doc__)
+    parser.add_argument("--models", default="a,b,c", help="models to measure: a, b and c, separated by commas")
+    parser.add_argument("--rows", default=",".join(ROWS), help=f"rows to measure: {', '.join(ROWS)}")
+    parser.add_argument("--rounds", type=int, default=3, help="turns of each contender of a row")
+    parser.add_argument(
+        "--budget", type=float, default=3600.0, metavar="SECONDS", help="starts no row that would not fit"
+    )
+    parser.add_argument("--quick", action="store_true", help="one round, a quarter of the steps, and a short ceiling")
+    parser.add_argument("--tiny", action="store_true", help="tiny models on the CPU: runs the code, measures nothing")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to this file after every row")
+    args = parser.parse_args(arguments)
+    models, rows = args.models.split(","), args.rows.split(",")
+    for name, known in ((set(models), set(SHAPES)), (set(rows), set(ROWS))):
+        if unknown := name - known:
+            parser.error(f"unknown: {', '.join(sorted(unknown))}; expected {', '.join(sorted(known))}")
+    if not args.tiny and not torch.cuda.is_available():
+        parser.error("torch finds no CUDA device; --tiny runs the code on the CPU")
+    warnings.simplefilter("ignore")  # warnings of the contenders are not results
+    device = torch.device("cpu") if args.tiny else torch.device("cuda", 0)
+    rounds = 1 if args.quick or args.tiny else args.rounds
+    gc.collect()
+    gc.freeze()  # no contender pays for garbage collection of what others have imported
+    session = Session(device, rounds, args.budget, args.json, about(device))
+    run_rows(session, models, rows, quick=args.quick, tiny_shapes=args.tiny)
+    print(json.dumps(session.result, indent=1))
+
+
+def run_rows(
+    session: Session, models: list[str], rows: list[str], quick: bool = False, tiny_shapes: bool = False
+) -> None:
+    """Measures rows model by model, so that Meshwright is built once per model."""
+    torch._dynamo.config.recompile_limit = 64  # contenders of one model share the compiler
+    seconds = 0.1 if tiny_shapes else 2.0 if quick else 8.0
+    if "ceiling" in rows:
+        session.result["ceilings"] = ceilings.measure(session.device, seconds)
+        report(f"ceiling: {session.result['ceilings']}")
+    for model in models:
+        shape = tiny(SHAPES[model]) if tiny_shapes else SHAPES[model]
+        if "numerics" in rows:
+            session.measure("numerics", model, 15.0, [], partial(numerics.check, shape, session.device))
+        if quick:
+            shape = shape.with_steps(max(2, shape.steps // 4))
+        for row in PAIRS:
+            if row.name in rows and model in row.models:
+                estimate = row.setup_seconds + session.rounds * 2 * TURN_SECONDS
+                session.measure(row.name, model, estimate, row.missing(), partial(session.pair, row, shape))
+        session.leave_default()
+
+
+def about(device: torch.device) -> dict[str, Any]:
+    """What the figures depend on."""
+    cuda = device.type == "cuda"
+    return {
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "device": torch.cuda.get_device_name() if cuda else platform.processor() or platform.machine(),
+        "memory_gib": round(torch.cuda.get_device_properties(0).total_memory / 2**30, 1) if cuda else None,
+        "cuda": torch.version.cuda,
+        "cudnn": torch.backends.cudnn.version() if cuda else None,
+        "python": platform.python_version(),
+        "packages": {name: version(name) for name in PACKAGES},
+    }
+
+
+def version(package: str) -> str | None:
+    try:
+        return importlib.metadata.version(package)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])

@@ -1,0 +1,166 @@
+"""Meshwright as a contender: the trainer of a rank with everything that a run records, on a token file."""
+
+from __future__ import annotations
+
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from pathlib import Path
+from unittest.mock import patch
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from benchmarks.gpu.shapes import BETAS, CLIP, EPS, LR, WEIGHT_DECAY, Shape
+from benchmarks.gpu.token_batches import TokenSamples, write_token_file
+from benchmarks.gpu.transformers_contenders import build_transformers_model
+from meshwright.config import RunConfig, load_config
+from meshwright.config.device_defaults import with_device_defaults
+from meshwright.launch.job import make_job
+from meshwright.launch.user_code.user_code import NO_USER_CODE, UserCode
+from meshwright.parallel.mesh import Meshes, init_mesh
+from meshwright.parallel.world import World
+from meshwright.telemetry.heartbeat import Heartbeat
+from meshwright.telemetry.run_folder import RunFolder
+from meshwright.trainer.job import TrainingObserver
+from meshwright.trainer.loop import Training
+from meshwright.trainer.step import StepOutcome
+
+SETTINGS = (
+    "steps=1000000",
+    "precision.compute=bf16",
+    "schedule.kind=constant",
+    "schedule.warmup=0",
+    "eval.every=0",
+    "eval.holdout=0",
+    "checkpoint.mode=off",
+    f"optimizer.lr={LR}",
+    f"optimizer.beta1={BETAS[0]}",
+    f"optimizer.beta2={BETAS[1]}",
+    f"optimizer.eps={EPS}",
+    f"optimizer.weight_decay={WEIGHT_DECAY}",
+    f"optimizer.clip={CLIP}",
+)
+"""The contenders' settings. Nothing else is set: all observation is on, and the fast path is what CUDA gets."""
+
+
+def run_config(shape: Shape, device: torch.device, tokens: tuple[Path, str], settings: Sequence[str]) -> RunConfig:
+    own = (f"batch.global={shape.batch}", f"data.sequence={shape.sequence}", f"launch.device={device.type}")
+    source = ("data.kind=tokens", f"data.path={tokens[0]}", f"data.dtype={tokens[1]}")
+    config = load_config(overrides=[*SETTINGS, *own, *source, *settings], ranks=1)
+    return with_device_defaults(replace(config, model=shape.model_config()), device.type)  # type: ignore[arg-type]
+
+
+class MeshwrightLoop:
+    """The `Training` that `train_rank` runs. `settings` are further settings of the run file."""
+
+    def __init__(
+        self,
+        shape: Shape,
+        device: torch.device,
+        settings: Sequence[str] = (),
+        observer: TrainingObserver | None = None,
+        transformers: bool = False,
+        heartbeat: Heartbeat | None = None,
+    ) -> None:
+        self.resources = ExitStack()
+        self.folder = Path(self.resources.enter_context(tempfile.TemporaryDirectory(prefix="meshwright-bench-")))
+        config = run_config(shape, device, write_token_file(shape, self.folder), settings)
+        user = NO_USER_CODE
+        if transformers:
+            user = UserCode(model=build_transformers_model(shape, device), source=TokenSamples(shape))
+        (run := self.folder / "run").mkdir()
+        job = make_job(config, RunFolder(run), user)
+        job = replace(job, observer=observer or job.observer)
+        with patch("meshwright.trainer.build.init_shard", init_on_device):
+            heartbeat = heartbeat or Heartbeat(self.folder / "heartbeat")
+            self.training = Training(job, World(device=device, heartbeat=heartbeat))
+        self.resources.callback(self.training.signals.close)
+
+    def step(self) -> None:
+        """What the loop of `train_rank` does in every step."""
+        self.training.run_step()
+        if self.training.evaluation_is_due():
+            self.training.evaluate()
+        self.training.save_if_due()
+
+    def loss(self) -> float:
+        self.training.recorder.flush()
+        return self.training.recorder.loss or 0.0
+
+    def close(self) -> None:
+        self.training.saver.close()
+        self.training.log.close()
+        self.training.spans.close()
+        del self.training
+        self.resources.close()
+
+
+def init_on_device(local: Tensor, name: str, *_: object) -> None:
+    """Draws initial values on the device. Meshwright draws the same bits on every device and layout, on the CPU, which
+    takes seconds per billion parameters once per run.
+    """
+    if local.ndim > 1:
+        local.normal_(0, 0.02)
+    else:
+        local.fill_(0.0 if name.endswith("bias") else 1.0)
+
+
+@contextmanager
+def process_group_of_one(device: torch.device) -> Iterator[None]:
+    """The default process group of a single rank, which DDP and FSDP2 need."""
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+class WrappedLoop(MeshwrightLoop):
+    """Meshwright with DDP, or with FSDP2, on a single rank, where the trainer would wrap nothing."""
+
+    def __init__(self, shape: Shape, device: torch.device, shard: bool) -> None:
+        group = ExitStack()
+        group.enter_context(process_group_of_one(device))
+        settings = ("layout.shard=parameters",) if shard else ()
+        with patch("meshwright.parallel.parallelize.wraps_data_parallel", lambda _layout: True), ExitStack() as stack:
+            if shard:
+                meshes = Meshes(init_mesh({"shard": 1}, device.type))
+                stack.enter_context(patch("meshwright.parallel.parallelize.build_meshes", lambda *_, **__: meshes))
+            super().__init__(shape, device, settings)
+        self.resources.push(group)
+
+
+class UnobservedLoop(MeshwrightLoop):
+    """Meshwright without step records, spans, phases and heartbeat."""
+
+    def __init__(self, shape: Shape, device: torch.device) -> None:
+        super().__init__(shape, device, heartbeat=Heartbeat())
+        self.numbers = torch.zeros(5)
+        self.training.recorder.add = self.keep_numbers  # type: ignore[method-assign]
+
+    def keep_numbers(self, outcome: StepOutcome) -> None:
+        self.numbers = outcome.numbers
+
+    def step(self) -> None:
+        with patch("meshwright.trainer.step.StepClock", SilentClock):
+            super().step()
+
+    def loss(self) -> float:
+        return float(self.numbers[0])
+
+
+class SilentClock:
+    """A step clock that stamps nothing."""
+
+    def __init__(self, *_: object) -> None:
+        self.waits = self.outside = None
+
+    def enter(self, _phase: str) -> str:
+        return ""
+
+    def close(self) -> None:
+        pass

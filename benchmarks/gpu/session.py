@@ -1,0 +1,147 @@
+"""One run of the GPU benchmark: rows within a budget of seconds, each on record as soon as it is measured."""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from benchmarks.gpu.ceilings import utilization
+from benchmarks.gpu.meshwright_contender import MeshwrightLoop
+from benchmarks.gpu.rows import PairRow, Side
+from benchmarks.gpu.shapes import Shape
+from benchmarks.gpu.timing import Entrant, free_memory, ratios
+
+TURN_SECONDS = 4.0
+"""About how long a turn takes on an H200, for `--budget`."""
+
+
+class Session:
+    """The rows that were measured, and Meshwright as it is by default, which stays built while rows use its model."""
+
+    def __init__(
+        self, device: torch.device, rounds: int, budget: float, path: Path | None, about: dict[str, Any]
+    ) -> None:
+        self.device, self.rounds, self.path = device, rounds, path
+        self.begin, self.budget = time.monotonic(), budget
+        self.result: dict[str, Any] = {**about, "rounds": rounds, "rows": [], "skipped": []}
+        self.default: tuple[Shape, Entrant] | None = None
+
+    def measure(
+        self, name: str, model: str, seconds: float, missing: list[str], run: Callable[[], dict[str, Any]]
+    ) -> None:
+        """Measures a row if its packages are there and its estimated seconds fit the budget. A row that fails is on
+        record with its error, and the next one runs.
+        """
+        elapsed = time.monotonic() - self.begin
+        if missing:
+            return self.skip(name, model, f"not installed: {', '.join(missing)}")
+        if elapsed + seconds > self.budget:
+            return self.skip(name, model, f"about {seconds:.0f} s do not fit in {self.budget - elapsed:.0f} s")
+        begin = time.monotonic()
+        row: dict[str, Any] = {"row": name, "model": model}
+        try:
+            row |= run()
+        except Exception as error:  # noqa: BLE001 - a contender may fail in any way
+            traceback.print_exc(limit=-6)
+            row["error"] = f"{type(error).__name__}: {error}"[:500]
+        free_memory(self.device)
+        row["seconds"] = round(time.monotonic() - begin, 1)
+        self.result["rows"].append(row)
+        self.write()
+        report(describe(row))
+
+    def skip(self, name: str, model: str, reason: str) -> None:
+        self.result["skipped"].append({"row": name, "model": model, "reason": reason})
+        self.write()
+        report(f"{name} {model}: skipped, {reason}")
+
+    def write(self) -> None:
+        self.result["seconds"] = round(time.monotonic() - self.begin, 1)
+        if self.path is not None:
+            self.path.write_text(json.dumps(self.result, indent=1) + "\n")
+
+    def pair(self, row: PairRow, shape: Shape) -> dict[str, Any]:
+        """Two contenders in turns: first, second, first, second."""
+        first, second = self.enter(row.first, shape), self.enter(row.second, shape)
+        since = len(first.turns), len(second.turns)
+        steps = shape.steps
+        for _ in range(self.rounds):
+            for entrant in (first, second):
+                entrant.run_turn(steps)
+                free_memory(self.device)
+        ratio = ratios(first.turns[since[0] :], second.turns[since[1] :])
+        results = first.result(since[0]), second.result(since[1])
+        for result in results:
+            result["utilization"] = utilization(result["tflops"], self.result.get("ceilings", {}))
+        if row.by_utilization and results[1]["tflops"]:
+            ratio = {"median": round(results[0]["tflops"] / results[1]["tflops"], 4)}
+        memory = round(results[0]["peak_gib"] / results[1]["peak_gib"], 4) if results[1]["peak_gib"] else None
+        for side, entrant in ((row.first, first), (row.second, second)):
+            if side.make is not None:
+                entrant.leave()
+        return {
+            "first": {"title": row.first.title, **results[0]},
+            "second": {"title": row.second.title, **results[1]},
+            "ratio": ratio,
+            "memory_ratio": memory,
+            "targets": targets(row, shape.name, ratio["median"], memory),
+        }
+
+    def enter(self, side: Side, shape: Shape) -> Entrant:
+        shape = side.shape or shape
+        if side.make is not None:
+            return Entrant.enter(
+                partial(side.make, shape, self.device), self.device, shape.tokens, shape.flops_per_token
+            )
+        if self.default is None or self.default[0] != shape:
+            self.leave_default()
+            build = partial(MeshwrightLoop, shape, self.device)
+            self.default = shape, Entrant.enter(build, self.device, shape.tokens, shape.flops_per_token)
+        return self.default[1]
+
+    def leave_default(self) -> None:
+        """Ends Meshwright on the model that the last rows used; code compiled for it is discarded."""
+        if self.default is not None:
+            self.default[1].leave()
+            self.default = None
+            torch._dynamo.reset()
+
+
+def targets(row: PairRow, model: str, speed: float, memory: float | None) -> list[dict[str, Any]]:
+    """The targets of a row on a model, and whether they are met."""
+    result = []
+    if (bound := row.min_speed.get(model)) is not None:
+        result.append({"quantity": "speed", "target": f">= {bound:.4g}", "value": speed, "met": speed >= bound})
+    if (bound := row.max_memory.get(model)) is not None and memory is not None:
+        result.append({"quantity": "memory", "target": f"<= {bound:.4g}", "value": memory, "met": memory <= bound})
+    return result
+
+
+def describe(row: dict[str, Any]) -> str:
+    """One line for the terminal."""
+    head = f"{row['row']} {row['model']}".rstrip()
+    if "error" in row:
+        return f"{head}: FAILED, {row['error']}"
+    met = "".join(f"; {t['quantity']} {t['target']} {'met' if t['met'] else 'MISSED'}" for t in row.get("targets", []))
+    if "ratio" not in row:
+        body = {key: value for key, value in row.items() if key not in ("row", "model", "targets")}
+        return f"{head}: {json.dumps(body)}{met}"
+    sides = " | ".join(
+        f"{side['title']} {side['step_ms']:.2f} ms [{side['step_ms_range'][0]:.2f}-{side['step_ms_range'][1]:.2f}] "
+        f"{side['tokens_per_second']:,} tokens/s {side['tflops']:.0f} TFLOP/s {side['peak_gib']:.1f} GiB "
+        f"(steps {side['peak_gib_of_steps']:.1f}) setup {side['setup_seconds']} s loss {side['loss']}"
+        for side in (row["first"], row["second"])
+    )
+    return f"{head}: {sides} | ratio {row['ratio']['median']} {row['ratio'].get('range', '')}{met} ({row['seconds']} s)"
+
+
+def report(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
