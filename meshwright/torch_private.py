@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from functools import wraps
+from functools import partial, wraps
 from typing import Any
 
 import torch
@@ -111,28 +111,43 @@ def _wrap(function: Callable[..., Any], wrapper: Callable[..., Any]) -> Callable
     return wrapped
 
 
+def fsdp_groups(model: nn.Module) -> Iterator[Any]:
+    """The parameter groups of all FSDP modules."""
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            state = module._get_fsdp_state()
+            has_groups = hasattr(state, "_fsdp_param_groups")  # older releases have at most one group per module
+            yield from filter(None, state._fsdp_param_groups if has_groups else [state._fsdp_param_group])
+
+
+def keep_reduced_gradients(model: nn.Module) -> None:
+    """Lets FSDP2 leave gradients in the dtype of their reduction; by default it casts them to that of parameters."""
+
+    def init_without_cast(group: Any, init: Callable[[], None]) -> None:
+        init()
+        group._orig_dtype = None
+
+    for group in fsdp_groups(model):
+        group._init_mp_dtypes = partial(init_without_cast, group, group._init_mp_dtypes)
+
+
 def fsdp_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """The sharded and unsharded tensors of each FSDP parameter, and the gradients that FSDP2 keeps outside of `.grad`.
 
     The storage of an unsharded parameter lives as long as the model and is resized to zero on reshard, so a tensor may
     be listed while it is empty.
     """
-    for module in model.modules():
-        if not isinstance(module, FSDPModule):
-            continue
-        state = module._get_fsdp_state()
-        has_groups = hasattr(state, "_fsdp_param_groups")  # older releases have at most one group per module
-        for group in filter(None, state._fsdp_param_groups if has_groups else [state._fsdp_param_group]):
-            if group._partial_reduce_output is not None:
-                yield "gradient", group._partial_reduce_output
-            for parameter in group.fsdp_params:
-                yield "parameter", parameter.sharded_param
-                yield from (("parameter", tensor) for tensor in parameter.all_gather_outputs)
-                for name in ("_sharded_post_forward_param_data", "_unsharded_param"):
-                    if getattr(parameter, name, None) is not None:
-                        yield "parameter", getattr(parameter, name)
-                if parameter.unsharded_accumulated_grad is not None:
-                    yield "gradient", parameter.unsharded_accumulated_grad
+    for group in fsdp_groups(model):
+        if group._partial_reduce_output is not None:
+            yield "gradient", group._partial_reduce_output
+        for parameter in group.fsdp_params:
+            yield "parameter", parameter.sharded_param
+            yield from (("parameter", tensor) for tensor in parameter.all_gather_outputs)
+            for name in ("_sharded_post_forward_param_data", "_unsharded_param"):
+                if getattr(parameter, name, None) is not None:
+                    yield "parameter", getattr(parameter, name)
+            if parameter.unsharded_accumulated_grad is not None:
+                yield "gradient", parameter.unsharded_accumulated_grad
 
 
 class StageWithFilteredP2P(PipelineStage):

@@ -101,6 +101,11 @@ def unchanged_buffers(module: nn.Module) -> Iterator[None]:
                 buffer.copy_(before)
 
 
+def rounded_parameters(module: nn.Module) -> Iterator[nn.Parameter]:
+    """Yields the parameters that are the rounding of master weights."""
+    return (p for p in module.parameters() if p.requires_grad and p.dtype == torch.bfloat16)
+
+
 def router_biases(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yields the routers' biases, which must be equal on all ranks: no forward pass changes them."""
     for name, child in module.named_modules():
@@ -130,6 +135,8 @@ class ParallelModel:
     """what the names of parameters begin with, and the user's names do not"""
     zero_in_place = False
     """whether gradients are zeroed in place: with accumulation, new ones would exist beside DDP's buckets"""
+    micro_batches = 0
+    """the number of micro-batches that gradients accumulate over"""
     interleaves_backward = False
     """whether backward passes start before the last forward pass"""
 
@@ -166,6 +173,7 @@ class ParallelModel:
 
     def forward_backward(self, micro_batches: Sequence[tuple[Tensor, ...]], hooks: PassHooks) -> InFlightTracker | None:
         """Runs forward and backward of all micro-batches of a step and reduces the gradients once, after the last."""
+        self.accumulate(len(micro_batches))
         for index, inputs in enumerate(micro_batches):
             last = index == len(micro_batches) - 1
             with self.micro_step(last):
@@ -179,6 +187,13 @@ class ParallelModel:
                     self.on_last_bucket = lambda: hooks.enter("sync")
                 scaled.backward()
         return None
+
+    def accumulate(self, micro_batches: int) -> None:
+        """Lets autograd accumulate the gradients of rounded weights in float32, if a step has several micro-batches."""
+        if micro_batches != self.micro_batches:
+            self.micro_batches = micro_batches
+            for parameter in rounded_parameters(self.module):
+                parameter.grad_dtype = torch.float32 if micro_batches > 1 else parameter.dtype
 
     def warmup_backward(self, load_inputs: Callable[[], tuple[Tensor, ...] | None], autocast: Autocast) -> None:
         """Runs a backward pass whose gradients are discarded, where later passes depend on the first one (DDP)."""

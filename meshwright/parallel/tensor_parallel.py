@@ -269,8 +269,8 @@ def shards_sequence(spec: ParallelSpec) -> bool:
 
 @torch.no_grad()
 def reduce_partial_gradients(parameters: Iterable[nn.Parameter], mesh: DeviceMesh) -> None:
-    """All-reduces gradients that are partial sums over the tensor axis, in one collective: those of norms, which
-    process a chunk of the sequence on each rank. DTensor leaves them partial after backward.
+    """All-reduces gradients that are partial sums over the tensor axis, in one collective in float32 at least: those
+    of norms, which process a chunk of the sequence on each rank. DTensor leaves them partial after backward.
     """
     partial_gradients = [
         (p, p.grad)
@@ -280,11 +280,13 @@ def reduce_partial_gradients(parameters: Iterable[nn.Parameter], mesh: DeviceMes
     if not partial_gradients:
         return
     flat = torch.cat([gradient.to_local().reshape(-1) for _, gradient in partial_gradients])
+    flat = flat.to(torch.promote_types(flat.dtype, torch.float32))
     dist.all_reduce(flat, group=mesh.get_group())
     sums = flat.split([gradient.numel() for _, gradient in partial_gradients])
     for (parameter, gradient), total in zip(partial_gradients, sums, strict=True):
         assert isinstance(parameter, DTensor)
-        parameter.grad = DTensor.from_local(total.view(gradient.shape), mesh, parameter.placements, run_check=False)
+        total = total.view(gradient.shape).to(gradient.dtype)
+        parameter.grad = DTensor.from_local(total, mesh, parameter.placements, run_check=False)
 
 
 def family_parallel_spec(spec: ModelSpec) -> ParallelSpec:

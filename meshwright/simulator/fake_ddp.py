@@ -42,12 +42,19 @@ class FakeBucket:
         slices = self.flat.split([p.numel() for p in parameters])
         self.views = {id(p): flat.view_as(p) for p, flat in zip(parameters, slices, strict=True)}
         self.pending = set(self.views)
+        self.members = parameters
 
     def index(self) -> int:
         return self.number
 
     def buffer(self) -> Tensor:
         return self.flat
+
+    def gradients(self) -> list[Tensor]:
+        return list(self.views.values())
+
+    def parameters(self) -> list[Tensor]:
+        return list(self.members)
 
     def is_last(self) -> bool:
         return self.last
@@ -87,6 +94,8 @@ class FakeDDP(ReplicatedModel):
         self.last_micro_step = last
         with super().micro_step(last):
             yield
+        if not last:
+            self.keep_gradients()
         if last and not self.bucket_of:
             self.build_buckets()
         for bucket in self.bucket_of.values():
@@ -128,5 +137,5 @@ class FakeDDP(ReplicatedModel):
     def all_reduce(self, bucket: FakeBucket) -> None:
         message = bucket_message(self, bucket)
         dist.all_reduce(message)
-        if self.compress_bf16:
+        if message is not bucket.flat:
             bucket.flat.copy_(message)

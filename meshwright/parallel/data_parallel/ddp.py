@@ -21,6 +21,7 @@ from meshwright.parallel.parallel_model import (
     Autocast,
     GradientReduction,
     ParallelModel,
+    rounded_parameters,
     stateful_buffers,
     unchanged_buffers,
 )
@@ -32,6 +33,8 @@ class GradientBucket(Protocol):
 
     def index(self) -> int: ...
     def buffer(self) -> Tensor: ...
+    def gradients(self) -> list[Tensor]: ...
+    def parameters(self) -> list[Tensor]: ...
     def is_last(self) -> bool: ...
 
 
@@ -46,9 +49,26 @@ class ReplicatedModel(ParallelModel):
         self.zero_in_place = config.gradient_as_bucket_view and not config.find_unused_parameters
         self.reduction = GradientReduction()
         self.buckets: dict[int, Tensor] = {}
+        self.accumulated: dict[Tensor, Tensor] = {}
+        """rounded weight -> the float32 sum of its gradients of this step's micro-batches but the last"""
 
     def internal_tensors(self) -> Iterable[tuple[str, Tensor]]:
-        return [("gradient", bucket) for bucket in self.buckets.values()]
+        return [("gradient", tensor) for tensor in (*self.buckets.values(), *self.accumulated.values())]
+
+    def accumulate(self, micro_batches: int) -> None:
+        """DDP's buckets have the dtype of the parameters, so gradients of rounded weights accumulate beside them."""
+        if micro_batches != self.micro_batches:
+            self.micro_batches = micro_batches
+            rounded = rounded_parameters(self.module) if micro_batches > 1 else ()
+            self.accumulated = {p: torch.zeros_like(p, dtype=torch.float32, requires_grad=False) for p in rounded}
+
+    @torch.no_grad()
+    def keep_gradients(self) -> None:
+        """Adds the gradients of a micro-batch that is not the last to `accumulated`, and clears them."""
+        for parameter, total in self.accumulated.items():
+            if parameter.grad is not None:
+                total.add_(parameter.grad)
+                parameter.grad = parameter.grad.zero_() if self.zero_in_place else None
 
     def pop_gradient_reduction(self) -> GradientReduction:
         reduction, self.reduction = self.reduction, GradientReduction()
@@ -81,6 +101,8 @@ class DDPModel(ReplicatedModel):
     def micro_step(self, last: bool) -> Iterator[None]:
         with nullcontext() if last else self.ddp.no_sync():
             yield
+        if not last:
+            self.keep_gradients()
 
     def warmup_backward(self, load_inputs: Callable[[], tuple[Tensor, ...] | None], autocast: Autocast) -> None:
         """DDP rebuilds its buckets, and with them the order of its sums, after its first backward pass. A resumed run
@@ -106,21 +128,26 @@ def reduce_bucket(state: DDPModel, bucket: dist.GradBucket) -> torch.futures.Fut
     """
     gradient, message = bucket.buffer(), bucket_message(state, bucket)
     reduced: torch.futures.Future[list[Tensor]] = dist.all_reduce(message, async_op=True).get_future()
-    if state.compress_bf16:
-        return reduced.then(lambda done: gradient.copy_(done.value()[0]))
-    return reduced.then(lambda done: done.value()[0])
+    if message is gradient:
+        return reduced.then(lambda done: done.value()[0])
+    return reduced.then(lambda done: gradient.copy_(done.value()[0]))
 
 
 def bucket_message(state: ReplicatedModel, bucket: GradientBucket) -> Tensor:
-    """Returns the tensor to all-reduce for a bucket, and counts it."""
+    """Returns the tensor to all-reduce for a bucket, in float32 at least unless it is compressed, and counts it."""
     gradient = bucket.buffer()
+    local = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+    for parameter, view in zip(bucket.parameters(), bucket.gradients(), strict=True) if state.accumulated else ():
+        start = view.storage_offset() - gradient.storage_offset()
+        local[start : start + view.numel()] += state.accumulated[parameter].view(-1)
+        state.accumulated[parameter].zero_()
     reduction = state.reduction
-    square = torch.linalg.vector_norm(gradient).square()
+    square = torch.linalg.vector_norm(local).square()
     reduction.local_square = square if reduction.local_square is None else reduction.local_square + square
     if bucket.index() == 0:
         state.buckets.clear()  # DDP builds new buckets after its first backward pass
     state.buckets[bucket.index()] = gradient
-    message = gradient.bfloat16() if state.compress_bf16 else gradient
+    message = local.bfloat16() if state.compress_bf16 else local
     reduction.buckets += 1
     reduction.message_bytes += message.numel() * message.element_size()
     if bucket.is_last():  # backward is done: DDP only waits for exposed communication now

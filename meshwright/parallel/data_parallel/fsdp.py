@@ -32,10 +32,10 @@ from meshwright.errors import ConfigError
 from meshwright.parallel.data_parallel.rank_agreement import BlockCalls
 from meshwright.parallel.expert_parallel import find_expert_weights
 from meshwright.parallel.mesh import Meshes
-from meshwright.parallel.parallel_model import ParallelModel
+from meshwright.parallel.parallel_model import ParallelModel, rounded_parameters
 from meshwright.parallel.parallel_spec import ParallelSpec, find_blocks, fsdp_units
 from meshwright.topology.parameter_shapes import fsdp_shard_dim
-from meshwright.torch_private import fsdp_tensors
+from meshwright.torch_private import fsdp_tensors, keep_reduced_gradients
 
 Sharding = Literal["none", "optimizer", "gradients", "parameters"]
 
@@ -116,6 +116,14 @@ class FSDPModel(ParallelModel):
             unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + ahead])
             unit.set_modules_to_backward_prefetch(units[max(0, index - ahead) : index][::-1])
 
+    def accumulate(self, micro_batches: int) -> None:
+        """Gradients are reduced and accumulated in float32 at least, and rounded weights keep them so."""
+        if not self.micro_batches and any(True for _ in rounded_parameters(self.module)):
+            keep_reduced_gradients(self.module)
+            for parameter in rounded_parameters(self.module):
+                parameter.grad_dtype = torch.float32
+        self.micro_batches = micro_batches
+
     @contextmanager
     def micro_step(self, last: bool) -> Iterator[None]:
         if last != self.last_micro_step:  # each of these calls visits all modules
@@ -132,7 +140,7 @@ class FSDPModel(ParallelModel):
     def reduce_scalars(self) -> None:
         """Sums the gradients of scalars over data-parallel ranks. FSDP2 cannot shard them, so they are replicated."""
         for scalar in self.scalars:
-            scalar.grad = torch.zeros_like(scalar) if scalar.grad is None else scalar.grad
+            scalar.grad = torch.zeros_like(scalar, dtype=scalar.grad_dtype) if scalar.grad is None else scalar.grad
             for group in self.groups:
                 dist.all_reduce(scalar.grad, group=group)
 

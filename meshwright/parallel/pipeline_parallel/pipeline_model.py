@@ -162,6 +162,8 @@ class PipelineModel(ParallelModel):
     def forward_backward(self, micro_batches: Sequence[tuple[Tensor, ...]], hooks: PassHooks) -> InFlightTracker:
         """Runs all micro-batches in the order of the schedule. Every stage gets all tensors of its micro-batch."""
         self.in_flight, self.scale_loss = InFlightTracker(hooks.enter), hooks.scale_loss
+        for stage_model in self.stages.values():
+            stage_model.accumulate(len(micro_batches))
         trace = self._trace(micro_batches[0], hooks.autocast)
         shapes = require_equal_shapes(micro_batches)
         if self.scheduled != (shapes, len(micro_batches)):

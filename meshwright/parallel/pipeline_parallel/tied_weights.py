@@ -81,7 +81,7 @@ def slot_parameter(slot: Slot) -> nn.Parameter:
 def local_gradient(parameter: nn.Parameter) -> Tensor:
     """The local shard of a gradient; zeros where a step has not used the parameter."""
     if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
+        parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
     return local_tensor(parameter.grad)
 
 

@@ -52,9 +52,9 @@ def count_step(
     """Counts everything inside. Small tensors run several times slower; results are bitwise the same unless blocks are
     compiled.
     """
-    offloaded = optimizer.local_parameters if optimizer.offload else []
+    copies = [p.local for p in optimizer.optimized if optimizer.offload or p.weight is not None]
     memory = tracker(
-        parallel_model.wrapped_module, [*optimizer.state_tensors(), *offloaded], parallel_model.internal_tensors
+        parallel_model.wrapped_module, [*optimizer.state_tensors(), *copies], parallel_model.internal_tensors
     )
     axes = group_axes(parallel_model, optimizer)
     with memory, CommCounter(axes) as communication:
