@@ -311,3 +311,18 @@ def patched_for_simulation() -> Iterator[None]:
 def scaled_mm(left: Tensor, right: Tensor, scale_left: Tensor, scale_right: Tensor, out_dtype: torch.dtype) -> Tensor:
     """Multiplies two float8 matrices, each with its scale, by the kernel that torch's float8 training uses."""
     return torch._scaled_mm(left, right, scale_a=scale_left, scale_b=scale_right, out_dtype=out_dtype)
+
+
+def inductor_with_memory_budget(budget: float) -> Callable[..., Any]:
+    """The compiler backend "inductor", which keeps this fraction of activation memory for backward. torch has it as a
+    setting of the process that is read while a graph is compiled.
+    """
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[Tensor]) -> Any:
+        from torch._functorch import config
+        from torch._inductor.compile_fx import compile_fx
+
+        with config.patch(activation_memory_budget=budget):
+            return compile_fx(graph, inputs)
+
+    return backend

@@ -134,11 +134,13 @@ class ActivationCheckpointConfig:
     sqrt(layers x input bytes / block activation bytes)
     """
     memory_budget: Annotated[float | None, Range(minimum=0, maximum=1), PLACEMENT] = None
-    """fraction of the activation memory of a compiled block that torch.compile may keep for backward: it recomputes the
-    operators that are cheapest to recompute (torch's activation_memory_budget); unset: 1
+    """with mode = none and compiled blocks: fraction of the activation memory of a block that torch.compile may keep
+    for backward; it recomputes those operators that are cheapest to recompute (activation_memory_budget of torch);
+    unset: 1
     """
     offload: Annotated[bool, PLACEMENT] = False
-    """copy the inputs of blocks to pinned host memory in forward, and back before their backward pass"""
+    """with mode = full: copy the inputs of blocks to pinned host memory in forward, and back before their backward pass
+    """
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial
 from itertools import groupby
@@ -93,6 +93,7 @@ class CheckpointedBlockStack(BlockStack):
     def __init__(self, size: int) -> None:
         super().__init__()
         self.size = size
+        self.checkpoint: Callable[..., Tensor] = partial(checkpoint, use_reentrant=False)
 
     def forward(self, blocks: Iterable[nn.Module], x: Tensor, rotary: RotaryTables) -> Tensor:
         for is_stand_in, group in groupby(blocks, key=lambda block: isinstance(block, StandIn)):
@@ -102,5 +103,5 @@ class CheckpointedBlockStack(BlockStack):
                 continue
             for start in range(0, len(block_list), self.size):
                 segment = partial(super().forward, block_list[start : start + self.size])
-                x = checkpoint(segment, x, rotary, use_reentrant=False)
+                x = self.checkpoint(segment, x, rotary)
         return x

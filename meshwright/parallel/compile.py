@@ -14,12 +14,16 @@ from meshwright.config import RunConfig
 from meshwright.errors import ConfigError
 from meshwright.parallel.parallel_spec import ParallelSpec, find_blocks
 from meshwright.parallel.world import device_type
+from meshwright.torch_private import inductor_with_memory_budget
 
 
-def apply_compile(model: nn.Module, spec: ParallelSpec) -> None:
-    """Compiles the forward of each block by itself, so that equal blocks share one graph."""
+def apply_compile(model: nn.Module, spec: ParallelSpec, memory_budget: float | None = None) -> None:
+    """Compiles the forward of each block by itself, so that equal blocks share one graph. `memory_budget` is the
+    fraction of its activation memory that a block keeps for backward.
+    """
+    backend = "inductor" if memory_budget is None else inductor_with_memory_budget(memory_budget)
     for block in find_blocks(model, spec):
-        block.forward = torch.compile(block.forward)
+        block.forward = torch.compile(block.forward, backend=backend)
 
 
 def require_compiler(config: RunConfig) -> None:

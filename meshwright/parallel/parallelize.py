@@ -5,7 +5,7 @@
 3. expert                keep this rank's experts; tokens travel to theirs by all-to-all
 4. context               attention and positions of sequence chunks
 5. activation checkpoint wrap each block's forward: tensor and context collectives are recomputed, FSDP2's are not
-6. compile               each block's forward, recomputation included
+6. compile               each block's forward, recomputation included; offload of block inputs goes around it
 7. materialize           the model is on the meta device until here: allocate unit by unit, initialize local shards only
 8. data parallel         FSDP2 over the ranks that process different tokens, for each stage separately;
                          DDP if every rank has a full replica
@@ -25,6 +25,7 @@ from meshwright.config.dtypes import TORCH_NAMES
 from meshwright.errors import ConfigError
 from meshwright.models.layers.loss import use_fused_loss
 from meshwright.parallel.activation_checkpoint import apply_activation_checkpointing
+from meshwright.parallel.activation_offload import apply_activation_offload
 from meshwright.parallel.compile import apply_compile
 from meshwright.parallel.context_parallel.context_attention import ContextAttention
 from meshwright.parallel.context_parallel.context_parallel import apply_context_parallel
@@ -132,7 +133,9 @@ class AxisOrder:
                 )
         apply_activation_checkpointing(model, spec, config.activation_checkpoint)
         if config.compile.enabled:
-            apply_compile(model, spec)
+            apply_compile(model, spec, config.activation_checkpoint.memory_budget)
+        if config.activation_checkpoint.offload:
+            apply_activation_offload(model, spec)
         return self.data_parallel(model, spec)
 
     def data_parallel(self, module: nn.Module, spec: ParallelSpec) -> ParallelModel:

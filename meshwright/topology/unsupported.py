@@ -188,6 +188,31 @@ UNSUPPORTED = (
         ),
     ),
     UnsupportedCombination(
+        "activation_checkpoint.memory_budget with activation_checkpoint.mode",
+        "both say what a block keeps for backward",
+        lambda _layout, config: (
+            "activation_checkpoint.mode = none, or memory_budget unset"
+            if config.activation_checkpoint.memory_budget is not None and config.activation_checkpoint.mode != "none"
+            else ""
+        ),
+    ),
+    UnsupportedCombination(
+        "activation_checkpoint.offload without activation_checkpoint.mode = full",
+        "it offloads the inputs of blocks that are recomputed",
+        lambda _layout, config: (
+            "activation_checkpoint.mode = full, or activation_checkpoint.offload = false"
+            if config.activation_checkpoint.offload and config.activation_checkpoint.mode != "full"
+            else ""
+        ),
+    ),
+    UnsupportedCombination(
+        "activation_checkpoint.offload with compile.scope = model",
+        "a compiled graph of the whole model has no block inputs that could leave the device",
+        lambda _layout, config: (
+            "compile.scope = block" if config.activation_checkpoint.offload and config.compile.scope == "model" else ""
+        ),
+    ),
+    UnsupportedCombination(
         "layout.shard = parameters with schedules that split backward",
         "torch collects the weights of a stage after forward, when FSDP2 has resharded them, and would find none",
         lambda layout, config: (

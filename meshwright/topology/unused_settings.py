@@ -93,6 +93,10 @@ UNUSED_SETTINGS = (
     ),
     *(UnusedSettings((f"optimizer.{key}",), partial(_kind_reason, kinds)) for key, kinds in OPTIMIZER_KINDS.items()),
     UnusedSettings(
+        ("activation_checkpoint.memory_budget",),
+        lambda config, _layout: "blocks are not compiled" if config.compile.enabled is False else "",
+    ),
+    UnusedSettings(
         ("schedule.decay",),
         lambda config, _layout: "" if config.schedule.kind == "wsd" else "schedule.kind is not wsd",
     ),

@@ -9,8 +9,11 @@ from math import sqrt
 import pytest
 import torch
 from step_harness import LR, build_loader, build_step
+from torch._functorch import config as functorch_config
 
 from meshwright.config import RunConfig, load_config
+from meshwright.parallel.compile import apply_compile
+from meshwright.parallel.parallel_spec import ParallelSpec
 from meshwright.parallel.world import World
 from meshwright.topology.unsupported import validate
 from meshwright.trainer.records.step_counters import count_step
@@ -23,6 +26,12 @@ INPUT_BYTES = 4 * 16 * 32 * 4
 SEGMENTS = (1, 2, 4, 12)
 MODES = {
     "none": [],
+    "offload": ["--activation_checkpoint.mode=full", "--activation_checkpoint.offload=true"],
+    "offload 2": [
+        "--activation_checkpoint.mode=full",
+        "--activation_checkpoint.segment=2",
+        "--activation_checkpoint.offload=true",
+    ],
     "selective": ["--activation_checkpoint.mode=selective"],
     **{size: ["--activation_checkpoint.mode=full", f"--activation_checkpoint.segment={size}"] for size in SEGMENTS},
 }
@@ -89,3 +98,22 @@ def test_activation_checkpointing_keeps_parameter_names():
             for name, _ in build_step(World(), config, validate(config)[0]).parallel_model.module.named_parameters()
         }
         assert f"decoder.blocks.{LAYERS - 1}.ffn.down.weight" in names
+
+
+def test_memory_budget_holds_while_the_blocks_of_its_model_are_compiled(monkeypatch):
+    """A budget of 0 keeps the inputs of a compiled block only."""
+    budgets = []
+
+    def compile_fx(graph, _inputs):
+        budgets.append(functorch_config.activation_memory_budget)
+        return graph.forward
+
+    monkeypatch.setattr("torch._inductor.compile_fx.compile_fx", compile_fx)
+    blocks = torch.nn.ModuleList([torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)])
+    model = torch.nn.Module()
+    model.blocks = blocks
+    apply_compile(model, ParallelSpec(blocks="blocks.*"), memory_budget=0.25)
+    for block in blocks:
+        block(torch.ones(1, 2)).sum().backward()
+    assert budgets == [0.25]  # equal blocks share a graph
+    assert functorch_config.activation_memory_budget == 1.0

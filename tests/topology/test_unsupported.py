@@ -62,6 +62,15 @@ ZBV = [*PIPELINE, "--pipeline.schedule=zbv"]
             "fsdp.reshard_after_forward = true, false, 2, 4",
         ),
         (["--activation_checkpoint.segment=2"], "activation_checkpoint.segment without.*or activation_checkpoint.mode"),
+        (
+            ["--activation_checkpoint.mode=full", "--activation_checkpoint.memory_budget=0.5"],
+            "both say what a block keeps for backward.*try activation_checkpoint.mode = none",
+        ),
+        (["--activation_checkpoint.offload=true"], "try activation_checkpoint.mode = full, or .*offload = false"),
+        (
+            ["--activation_checkpoint.offload=true", "--activation_checkpoint.mode=full", "--compile.scope=model"],
+            "no block inputs.*try compile.scope = block",
+        ),
         (["--layout.shard=zero-3", "--layout.shard_degree=1"], "layout.shard_degree = 1"),
         (["--layout.shard_degree=2"], "layout.shard_degree = 2"),
         (

@@ -49,6 +49,11 @@ from meshwright.topology.unused_settings import UNUSED_SETTINGS, changed_setting
         (["--precision.loss_scale=2"], ["precision.loss_scale = 2.0 has no effect: precision.compute is not fp16"]),
         (["--optimizer.momentum=0.5"], ["optimizer.momentum = 0.5 has no effect: optimizer.kind is adamw"]),
         (["--optimizer.momentum=0.5", "--optimizer.kind=sgd"], []),
+        (
+            ["--activation_checkpoint.memory_budget=0.5", "--compile.enabled=false"],
+            ["activation_checkpoint.memory_budget = 0.5 has no effect: blocks are not compiled"],
+        ),
+        (["--activation_checkpoint.memory_budget=0.5", "--compile.enabled=true"], []),
         (["--schedule.decay=0.5"], ["schedule.decay = 0.5 has no effect: schedule.kind is not wsd"]),
         (
             ["--checkpoint.mode=off", "--checkpoint.keep=7"],
