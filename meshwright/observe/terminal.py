@@ -106,6 +106,9 @@ class Terminal:
     def _code_changed(self, event: Event) -> None:
         self.print_step(event, f"the run continues with other code: {'; '.join(event['changes'])}", "yellow")
 
+    def _unfused_loss(self, event: Event) -> None:
+        self.print(f"the loss keeps the logits of the whole batch: {event['reason']}", "yellow")
+
     def _extended(self, event: Event) -> None:
         change = f"learning rate {event['lr']:.3e} instead of {event['lr_before']:.3e}"
         self.print_step(event, f"extended from {event['steps_before']} to {event['steps']} steps: {change}", "yellow")

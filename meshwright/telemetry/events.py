@@ -20,6 +20,7 @@ EVENT_KINDS = (
     "start",
     "restored",
     "code_changed",
+    "unfused_loss",
     "extended",
     "damaged",
     "step",

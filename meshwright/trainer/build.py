@@ -34,6 +34,8 @@ def build_parallel_model(
     fill = fill_shards(custom, config.seed) if custom.on_meta() else None
     fill = fill_from(weights, lambda name: name.removeprefix(MODEL_PREFIX), fill)
     objective = custom.build_objective(world.device, precision.parameters)
+    if config.kernels.loss == "fused" and layout.tensor * layout.pipeline == 1:
+        objective.fuse_head()
     return parallelize_objective(objective, custom, config, layout, world, fill)
 
 

@@ -32,6 +32,7 @@ from meshwright.trainer.callbacks.callback import RunContext, StopRequested
 from meshwright.trainer.callbacks.dispatcher import CallbackDispatcher
 from meshwright.trainer.custom_model import copy_trained_weights
 from meshwright.trainer.evaluate import Evaluation
+from meshwright.trainer.first_batch.fused_head_check import verify_fused_head
 from meshwright.trainer.identity import build_identity, check_run_folder, write_run_folder
 from meshwright.trainer.job import Job
 from meshwright.trainer.objective import Objective
@@ -122,6 +123,9 @@ class Training:
         held_out = self.stream.held_out_samples(self.config.eval.samples)
         self.evaluation = Evaluation(source, held_out, job.batch, coordinate, *samples)
         with self.spans.span("warmup", job.first_step):
+            head = verify_fused_head(self.parallel_model, world, loader.first, self.precision.autocast)
+            if head is not None and not head.enabled:
+                self.log.write("unfused_loss", reason=head.problem)
             self.step.check_context(loader.first)
             self.step.warmup_backward(loader.first)
 

@@ -18,14 +18,12 @@ from meshwright.data.loader import TOKENS_AND_LABELS, target_count
 from meshwright.errors import ConfigError, DataError
 from meshwright.parallel.local_shard import full_tensor
 from meshwright.torch_private import is_fake
+from meshwright.trainer.first_batch.fused_head import SUM_ARGUMENT, FusedHead, has_plain_head
 from meshwright.trainer.forward_arguments import accepted_entries, accepts, describe_dropped, dropped_entries
 
 LossFunction = Callable[[Any, Any], Any]
 Metric = Callable[[Any, Any], Any]
 Reduction = Literal["sum", "mean"]
-
-SUM_ARGUMENT = "num_items_in_batch"
-"""The argument by which models of transformers are told what to divide their summed loss by."""
 
 
 @dataclass(frozen=True)
@@ -81,6 +79,8 @@ class Objective(nn.Module):
         """whether the model has added an auxiliary loss of routers to its loss"""
         self.labels_shifted = False
         """whether the targets that arrive are shifted already, as under context parallelism"""
+        self.fused_head: FusedHead | None = None
+        """computes the loss of the model without its logits, see `fuse_head`"""
         self.metrics = dict(metrics or {})
         self.loss_names = loss_names
         self.returns_count = returns_count
@@ -133,7 +133,16 @@ class Objective(nn.Module):
             arguments[SUM_ARGUMENT] = 1
         if self.loss is None and self.labels_shifted:
             arguments["shift_labels"] = arguments["labels"]
+        if self.fused_head is not None:
+            self.fused_head.take_labels(arguments["labels"], shifted=self.labels_shifted)
         return self.model(**arguments)
+
+    def fuse_head(self) -> None:
+        """Prepares the fused loss of a causal language model that computes its loss itself, unless its head is no plain
+        linear layer or metrics read its logits.
+        """
+        if self.loss is None and self.reduction == "sum" and not self.metrics and shifts_labels(self.model):
+            self.fused_head = FusedHead(self.model) if has_plain_head(self.model) else None
 
     def take_shifted_labels(self) -> None:
         """Prepares for `shift_labels`: a model that shifts the labels of a sequence chunk would lose the last one."""
