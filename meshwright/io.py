@@ -274,3 +274,9 @@ def format_percent(fraction: float | None, decimals: int | None = None, *, signe
     if abs(fraction) * 100 < 0.5 * 10**-decimals:  # no sign on a zero
         return f"{0:.{decimals}%}"
     return f"{fraction:{'+' if signed else ''}.{decimals}%}"
+
+
+def meshwright_home() -> Path:
+    """Returns the folder of what is kept for a user across runs: $MESHWRIGHT_HOME or ~/.meshwright."""
+    given = os.environ.get("MESHWRIGHT_HOME")
+    return Path(given) if given else Path.home() / ".meshwright"

@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._inductor.runtime.cache_dir_utils import default_cache_dir
 from torch._ops import OpOverload
 from torch.distributed import _functional_collectives
 from torch.distributed.distributed_c10d import _resolve_process_group
@@ -58,6 +59,16 @@ cpu_flash_attention_backward = torch.ops.aten._scaled_dot_product_flash_attentio
 varlen_flash_attention = torch.ops.aten._flash_attention_forward
 varlen_flash_attention_backward = torch.ops.aten._flash_attention_backward
 """The operators behind scaled_dot_product_attention, which also return the log-sum-exp of every query."""
+
+
+def default_compile_cache() -> str:
+    """The folder in which torch.compile keeps compiled code by default: a folder for temporary files."""
+    return default_cache_dir()
+
+
+def set_recompile_limit(limit: int) -> None:
+    """Sets how many graphs torch.compile makes of one function before it runs the function eagerly."""
+    torch._dynamo.config.recompile_limit = limit
 
 
 def inside_backward() -> bool:

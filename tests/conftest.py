@@ -11,6 +11,10 @@ from pathlib import Path
 os.environ["OMP_NUM_THREADS"] = "1"
 # Tests must not read what was measured on this machine. Set before anything else, also for the processes tests start.
 os.environ["MESHWRIGHT_HOME"] = os.path.join(tempfile.gettempdir(), f"meshwright-no-home-{os.getpid()}")
+# Home folders are new, and what one test has compiled is used by the next.
+os.environ.setdefault(
+    "TORCHINDUCTOR_CACHE_DIR", os.path.join(tempfile.gettempdir(), f"meshwright-tests-compiled-{os.getuid()}")
+)
 
 import pytest
 import torch

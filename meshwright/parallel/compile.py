@@ -1,10 +1,11 @@
-"""torch.compile of each block, and the check that a C++ compiler exists before ranks start."""
+"""torch.compile of blocks or of the whole model, the folder of compiled code, and the check for a C++ compiler."""
 
 from __future__ import annotations
 
 import os
 import shlex
 import shutil
+import stat
 import sys
 
 import torch
@@ -12,18 +13,47 @@ from torch import nn
 
 from meshwright.config import RunConfig
 from meshwright.errors import ConfigError
+from meshwright.io import meshwright_home
 from meshwright.parallel.parallel_spec import ParallelSpec, find_blocks
 from meshwright.parallel.world import device_type
-from meshwright.torch_private import inductor_with_memory_budget
+from meshwright.torch_private import default_compile_cache, inductor_with_memory_budget, set_recompile_limit
+
+RECOMPILE_LIMIT = 32
+"""Graphs per function, after which torch runs it eagerly: training and evaluation, each with a few kinds of blocks."""
+CACHE_VARIABLE = "TORCHINDUCTOR_CACHE_DIR"
 
 
-def apply_compile(model: nn.Module, spec: ParallelSpec, memory_budget: float | None = None) -> None:
-    """Compiles the forward of each block by itself, so that equal blocks share one graph. `memory_budget` is the
-    fraction of its activation memory that a block keeps for backward.
+def apply_compile(
+    model: nn.Module, spec: ParallelSpec, scope: str | None = None, memory_budget: float | None = None
+) -> None:
+    """Compiles the forward of each block by itself, so that equal blocks share one graph. With `scope` = model, it then
+    compiles the whole model, into which torch inlines the blocks. `memory_budget` is the fraction of its activation
+    memory that a graph keeps for backward.
     """
+    set_recompile_limit(RECOMPILE_LIMIT)
+    use_compile_cache()
     backend = "inductor" if memory_budget is None else inductor_with_memory_budget(memory_budget)
-    for block in find_blocks(model, spec):
-        block.forward = torch.compile(block.forward, backend=backend)
+    for module in (*find_blocks(model, spec), *((model,) if scope == "model" else ())):
+        module.forward = torch.compile(module.forward, backend=backend)
+
+
+def use_compile_cache() -> None:
+    """Keeps compiled code in the user's own folder, where a restarted run finds it, unless TORCHINDUCTOR_CACHE_DIR is
+    set. The cache contains code that torch executes: a run folder may come from somebody else, and in the folder for
+    temporary files another user may create the cache first.
+    """
+    if os.environ.get(CACHE_VARIABLE, "") not in ("", default_compile_cache()):  # imports of torch set the default
+        return
+    folder = meshwright_home() / "compile"
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.lstat()
+        if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+            return
+        folder.chmod(0o700)
+    except OSError:  # a home that cannot be written: torch's own folder
+        return
+    os.environ[CACHE_VARIABLE] = str(folder)
 
 
 def require_compiler(config: RunConfig) -> None:

@@ -133,7 +133,7 @@ class AxisOrder:
                 )
         apply_activation_checkpointing(model, spec, config.activation_checkpoint)
         if config.compile.enabled:
-            apply_compile(model, spec, config.activation_checkpoint.memory_budget)
+            apply_compile(model, spec, config.compile.scope, config.activation_checkpoint.memory_budget)
         if config.activation_checkpoint.offload:
             apply_activation_offload(model, spec)
         return self.data_parallel(model, spec)

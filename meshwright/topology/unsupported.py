@@ -170,6 +170,15 @@ UNSUPPORTED = (
         ),
     ),
     UnsupportedCombination(
+        "compile.scope = model with an axis other than layout.replicate",
+        "the other axes communicate between blocks, and one graph of the whole model leaves no room for it",
+        lambda layout, config: (
+            "compile.scope = block"
+            if config.compile.scope == "model" and set(layout.active_axes) - {"replicate"}
+            else ""
+        ),
+    ),
+    UnsupportedCombination(
         "activation_checkpoint.mode with schedules that split backward",
         "a block would be recomputed for its input gradient and again for every group of weight gradients",
         lambda layout, config: (

@@ -21,8 +21,7 @@ from typing import Annotated, Any
 from meshwright.config.constraints import Range
 from meshwright.config.reader import build_dataclass
 from meshwright.errors import ConfigError
-from meshwright.io import open_descriptor, open_regular_file
-from meshwright.planner.hardware.resolve_cluster import meshwright_home
+from meshwright.io import meshwright_home, open_descriptor, open_regular_file
 from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.topology.layout import Layout
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from meshwright.errors import ConfigError
-from meshwright.io import atomic_write, output_file
+from meshwright.io import atomic_write, meshwright_home, output_file
 from meshwright.planner.hardware.cluster import NODE_TYPES, Cluster, preset_cluster
 from meshwright.planner.hardware.cluster_file import MAX_DEVICES, cluster_toml, read_cluster
 
@@ -20,12 +20,6 @@ def cluster_names() -> str:
     """Lists what `--cluster` accepts, for error messages."""
     gpus = ", ".join(NODE_TYPES)
     return f"a GPU ({gpus}), h100:8 (devices), h100:8x16 (16 nodes of 8), here, or a cluster file (.toml)"
-
-
-def meshwright_home() -> Path:
-    """Returns the folder of this machine's measurement and calibration log: $MESHWRIGHT_HOME or ~/.meshwright."""
-    given = os.environ.get("MESHWRIGHT_HOME")
-    return Path(given) if given else Path.home() / ".meshwright"
 
 
 def machine_file() -> Path:
