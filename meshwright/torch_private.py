@@ -319,9 +319,20 @@ def patched_for_simulation() -> Iterator[None]:
             setattr(module, attribute, original)
 
 
-def scaled_mm(left: Tensor, right: Tensor, scale_left: Tensor, scale_right: Tensor, out_dtype: torch.dtype) -> Tensor:
-    """Multiplies two float8 matrices, each with its scale, by the kernel that torch's float8 training uses."""
-    return torch._scaled_mm(left, right, scale_a=scale_left, scale_b=scale_right, out_dtype=out_dtype)
+def scaled_mm(
+    left: Tensor,
+    right: Tensor,
+    scale_left: Tensor,
+    scale_right: Tensor,
+    out_dtype: torch.dtype,
+    fast: bool = False,
+) -> Tensor:
+    """Multiplies two float8 matrices, each with its scale or one scale per row (per column on the right), by the kernel
+    that torch's float8 training uses. `fast` sums in the precision of the tensor cores.
+    """
+    return torch._scaled_mm(
+        left, right, scale_a=scale_left, scale_b=scale_right, out_dtype=out_dtype, use_fast_accum=fast
+    )
 
 
 def inductor_with_memory_budget(budget: float) -> Callable[..., Any]:
