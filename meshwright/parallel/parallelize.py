@@ -1,13 +1,14 @@
 """The one order in which the axes of parallelism are applied to a model.
 
 1. pipeline              divide the model into this rank's stages; all later steps are applied to each stage
-2. tensor                shard weight matrices as DTensors; all later steps see local shards
-3. expert                keep this rank's experts; tokens travel to theirs by all-to-all
-4. context               attention and positions of sequence chunks
-5. activation checkpoint wrap each block's forward: tensor and context collectives are recomputed, FSDP2's are not
-6. compile               each block's forward, recomputation included; offload of block inputs goes around it
-7. materialize           the model is on the meta device until here: allocate unit by unit, initialize local shards only
-8. data parallel         FSDP2 over the ranks that process different tokens, for each stage separately;
+2. float8                change the class of linear layers in blocks; the styles of tensor parallelism call its forward
+3. tensor                shard weight matrices as DTensors; all later steps see local shards
+4. expert                keep this rank's experts; tokens travel to theirs by all-to-all
+5. context               attention and positions of sequence chunks
+6. activation checkpoint wrap each block's forward: tensor and context collectives are recomputed, FSDP2's are not
+7. compile               each block's forward, recomputation included; offload of block inputs goes around it
+8. materialize           the model is on the meta device until here: allocate unit by unit, initialize local shards only
+9. data parallel         FSDP2 over the ranks that process different tokens, for each stage separately;
                          DDP if every rank has a full replica
 """
 
@@ -33,6 +34,7 @@ from meshwright.parallel.context_parallel.sequence_chunks import local_chunk
 from meshwright.parallel.data_parallel.ddp import DDPModel
 from meshwright.parallel.data_parallel.fsdp import FSDPModel
 from meshwright.parallel.expert_parallel import apply_expert_parallel
+from meshwright.parallel.float8 import apply_float8, require_float8
 from meshwright.parallel.materialize import Fill, Materializer
 from meshwright.parallel.mesh import Meshes, build_meshes, new_group
 from meshwright.parallel.parallel_model import ParallelModel
@@ -120,6 +122,9 @@ class AxisOrder:
         config, meshes = self.config, self.meshes
         if config.kernels.loss == "fused" and self.layout.tensor == 1:
             use_fused_loss(model)
+        if config.precision.float8:
+            require_float8(self.world.device)
+            apply_float8(model, spec, self.layout.tensor)
         if tensor_mesh := meshes.submesh("tensor"):
             apply_tensor_parallel(model, spec, tensor_mesh)
         apply_expert_parallel(model, spec, meshes)

@@ -27,6 +27,7 @@ from torch.distributed.tensor.parallel import (
 
 from meshwright.errors import ConfigError
 from meshwright.models.spec import ModelSpec
+from meshwright.parallel.float8 import linear
 from meshwright.parallel.parallel_spec import ParallelSpec, parameter_owners, require_modules
 from meshwright.parallel.tensor_plans.local_styles import LocalStyle
 from meshwright.parallel.tensor_plans.lora_factors import parallelize_with_factors, with_low_rank
@@ -122,7 +123,7 @@ class ColwiseLocal(ParallelStyle):
 
     @staticmethod
     def multiply(module: nn.Module, x: Tensor) -> Tensor:
-        return with_low_rank(module, x, F.linear(x, partial_weight(module.weight)))
+        return with_low_rank(module, x, linear(module, x, partial_weight(module.weight)))
 
 
 class RowwiseWithBias(ParallelStyle):
@@ -136,7 +137,7 @@ class RowwiseWithBias(ParallelStyle):
     @staticmethod
     def multiply(module: nn.Module, mesh: DeviceMesh, x: Tensor) -> Tensor:
         local = x.to_local() if isinstance(x, DTensor) else x
-        partial_sum = with_low_rank(module, local, F.linear(local, partial_weight(module.weight)))
+        partial_sum = with_low_rank(module, local, linear(module, local, partial_weight(module.weight)))
         out = DTensor.from_local(partial_sum, mesh, [Partial()], run_check=False)
         chunk = out.redistribute(placements=[Shard(SEQUENCE)]).to_local()
         return chunk + partial_weight(module.bias).to(chunk.dtype)

@@ -273,6 +273,15 @@ UNSUPPORTED = (
             else ""
         ),
     ),
+    UnsupportedCombination(
+        "precision.float8 without precision.compute = bf16",
+        "the linear layers of blocks take and return bf16",
+        lambda _layout, config: (
+            "precision.compute = bf16, or precision.float8 = false"
+            if config.precision.float8 and config.precision.compute not in ("auto", "bf16")
+            else ""
+        ),
+    ),
 )
 """All unsupported combinations; docs/layouts.md has the same table."""
 

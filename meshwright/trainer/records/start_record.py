@@ -11,6 +11,7 @@ import torch
 from meshwright.data.stream import Stream
 from meshwright.data.token_files import source_notes
 from meshwright.models.registry import run_spec
+from meshwright.parallel.float8 import float8_layers
 from meshwright.parallel.parallel_model import ParallelModel
 from meshwright.parallel.world import World
 from meshwright.planner.hardware.processor import processor_name
@@ -48,7 +49,8 @@ def start_record(
         "inferred": list(job.custom.inferred if job.custom is not None else ()),
         "notes": unused_settings(job.config, own_model=job.custom is not None)
         + source_notes(job.sources)
-        + list(job.custom.notes if job.custom is not None else ()),
+        + list(job.custom.notes if job.custom is not None else ())
+        + (["float8 is emulated on CPU"] if job.config.precision.float8 and world.device.type == "cpu" else []),
         "pipeline": pipeline_record(job, parallel_model, world.rank),
         "groups": {axis: list(islice(job.layout.groups(axis), MAX_GROUPS)) for axis in job.layout.active_axes},
         "hosts": world.hosts,
@@ -58,6 +60,7 @@ def start_record(
         "device": device_name(world.device),
         "processor": processor_name(),
         "precision": job.config.precision.compute,
+        "float8": float8_layers(parallel_model.module),
         "compile": job.config.compile.enabled,
         "optimizer": job.config.optimizer.factory or job.config.optimizer.kind,
         "schedule": job.config.schedule.function or job.config.schedule.kind,
