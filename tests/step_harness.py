@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from meshwright.config import BatchConfig, DataConfig, RunConfig
+from meshwright.config.device_defaults import with_device_defaults
 from meshwright.data.loader import Loader
 from meshwright.data.source import ConcatenatedSource, SyntheticSource
 from meshwright.data.stream import Stream
@@ -47,6 +48,7 @@ def masked_source(sequence: int, vocab: int, separator: int | None = None) -> Ma
 
 def build_step(world: World, config: RunConfig, layout: Layout) -> Step:
     """The step of this rank, as the training loop builds it."""
+    config = with_device_defaults(config, world.device.type)
     precision = Precision(config.precision, world.device)
     parallel_model = build_parallel_decoder(config, layout, precision, world)
     optimizer = build_optimizer(

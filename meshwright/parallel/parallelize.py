@@ -25,8 +25,8 @@ from meshwright.config import DDPConfig, PrecisionConfig, RunConfig
 from meshwright.config.dtypes import TORCH_NAMES
 from meshwright.errors import ConfigError
 from meshwright.models.layers.loss import use_fused_loss
-from meshwright.parallel.activation_checkpoint import apply_activation_checkpointing
-from meshwright.parallel.activation_offload import apply_activation_offload
+from meshwright.parallel.activation_memory.activation_checkpoint import apply_activation_checkpointing
+from meshwright.parallel.activation_memory.activation_offload import apply_activation_offload
 from meshwright.parallel.compile import apply_compile
 from meshwright.parallel.context_parallel.context_attention import ContextAttention
 from meshwright.parallel.context_parallel.context_parallel import apply_context_parallel

@@ -16,7 +16,7 @@ from meshwright.models.layers.experts import Experts, Router, update_router_bias
 from meshwright.models.layers.rotary import RotaryEmbedding
 from meshwright.models.registry import model_spec
 from meshwright.models.routing import Routing
-from meshwright.parallel.activation_checkpoint import checkpoint_block
+from meshwright.parallel.activation_memory.activation_checkpoint import checkpoint_block
 from meshwright.parallel.materialize import Materializer
 
 WIDTH, INNER, COUNT, ACTIVE = 16, 24, 6, 2

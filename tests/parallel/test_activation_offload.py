@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from meshwright.parallel.activation_offload import ActivationOffload, HostCopy
+from meshwright.parallel.activation_memory.activation_offload import ActivationOffload, HostCopy
 
 LAYERS = 4
 

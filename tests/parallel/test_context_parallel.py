@@ -19,7 +19,7 @@ from meshwright.errors import ConfigError
 from meshwright.models.init import build_model
 from meshwright.models.layers.attention import CoreAttention, document_ids
 from meshwright.models.registry import model_spec
-from meshwright.parallel.activation_checkpoint import apply_activation_checkpointing
+from meshwright.parallel.activation_memory.activation_checkpoint import apply_activation_checkpointing
 from meshwright.parallel.context_parallel.context_attention import ContextAttention
 from meshwright.parallel.context_parallel.context_parallel import apply_context_parallel
 from meshwright.parallel.context_parallel.ring_attention import visible_slices

@@ -25,7 +25,7 @@ from transformers import (
 from meshwright.config import IGNORE_INDEX, ActivationCheckpointConfig, load_config
 from meshwright.data.batch_structure import BatchStructure
 from meshwright.errors import ConfigError
-from meshwright.parallel.activation_checkpoint import apply_activation_checkpointing
+from meshwright.parallel.activation_memory.activation_checkpoint import apply_activation_checkpointing
 from meshwright.parallel.context_parallel.context_attention import ContextAttention
 from meshwright.parallel.context_parallel.context_parallel import apply_context_parallel
 from meshwright.parallel.context_parallel.sequence_chunks import local_chunk

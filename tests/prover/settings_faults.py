@@ -15,7 +15,7 @@ from user_faults import EXPERTS, ONE_RANK, REPLICATE, SHARD_PARAMETERS, UPDATE, 
 from meshwright.models.layers.experts import Router
 from meshwright.optim import build
 from meshwright.optim.interface import Optimizer
-from meshwright.parallel import activation_checkpoint
+from meshwright.parallel.activation_memory import activation_checkpoint
 from meshwright.parallel.data_parallel import ddp, fsdp
 from meshwright.parallel.data_parallel.ddp import DDPModel
 from meshwright.parallel.parallel_model import ParallelModel

@@ -27,7 +27,7 @@ from meshwright.models.layers.experts import Experts, Router
 from meshwright.models.layers.loss import HeadLoss
 from meshwright.models.layers.rotary import RotaryEmbedding
 from meshwright.optim.interface import Optimizer
-from meshwright.parallel.activation_checkpoint import CheckpointedBlockStack
+from meshwright.parallel.activation_memory.activation_checkpoint import CheckpointedBlockStack
 from meshwright.parallel.data_parallel import ddp
 from meshwright.parallel.data_parallel.ddp import DDPModel
 from meshwright.parallel.parallel_model import ParallelModel

@@ -34,7 +34,8 @@ from torch.utils.checkpoint import checkpoint
 from traced_cases import VARIATION
 
 from meshwright.models.layers.norm import RMSNorm
-from meshwright.parallel import activation_checkpoint, parallel_model, parallelize
+from meshwright.parallel import parallel_model, parallelize
+from meshwright.parallel.activation_memory import activation_checkpoint
 from meshwright.parallel.materialize import Materializer
 from meshwright.parallel.tensor_parallel import VocabParallelEmbedding, VocabParallelHead
 from meshwright.topology.layout import Layout

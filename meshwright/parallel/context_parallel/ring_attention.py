@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from meshwright.errors import ConfigError
-from meshwright.parallel.activation_checkpoint import recompute_all
+from meshwright.parallel.activation_memory.activation_checkpoint import recompute_all
 from meshwright.parallel.context_parallel.attention_call import AttentionCall
 from meshwright.parallel.context_parallel.blockwise_attention import (
     AttentionMask,

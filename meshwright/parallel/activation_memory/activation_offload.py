@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
 
-from meshwright.parallel.activation_checkpoint import CheckpointedBlockStack
+from meshwright.parallel.activation_memory.activation_checkpoint import CheckpointedBlockStack
 from meshwright.parallel.parallel_spec import ParallelSpec, find_blocks
 from meshwright.torch_private import storage_id, tree_leaves
 

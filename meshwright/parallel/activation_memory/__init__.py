@@ -1,0 +1,1 @@
+"""What keeps the activations of blocks small between forward and backward: recomputation and host memory."""
