@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from math import prod
 from typing import Any
 
+import numpy as np
 import torch
 import xxhash
 from torch.distributed.checkpoint import StorageReader, StorageWriter
@@ -25,13 +27,15 @@ from meshwright import faults
 from meshwright.checkpoint.listing import CheckpointEntry
 from meshwright.checkpoint.manifest import MANIFEST_FILE, FileRecord, TensorRecord, TensorRegion
 from meshwright.checkpoint.state import tensor_bytes
-from meshwright.checkpoint.verify import DigestingSink
+from meshwright.checkpoint.verify import DIGEST_THREADS, DigestingSink
 from meshwright.config import BLOCK_SIZES, BlockSizes
 from meshwright.errors import CheckpointError
 from meshwright.store.interface import Store
 
 TENSOR_ALIGNMENT = 64
 """The alignment in bytes of every region in a shard."""
+ChunkKey = tuple[str, int]
+"""The file of a chunk, and its index in that file."""
 PublishManifest = Callable[[dict[str, FileRecord], dict[str, TensorRecord], dict[str, dict[str, Any]]], None]
 """(files, tensors, owners) -> the manifest is published."""
 
@@ -145,7 +149,9 @@ class ShardWriter(StorageWriter):
 
 
 class ShardReader(StorageReader):
-    """Copies the regions of a checkpoint into local shards of any layout. Every chunk is verified as it is read."""
+    """Copies the regions of a checkpoint into local shards of any layout. Every chunk is verified as it is read:
+    threads read and verify the next chunks meanwhile.
+    """
 
     def __init__(
         self, entry: CheckpointEntry, progress: Callable[[], None], io_bytes: int = BLOCK_SIZES.io_bytes
@@ -154,10 +160,10 @@ class ShardReader(StorageReader):
         assert entry.manifest is not None
         self.manifest, self.tensors = entry.manifest, entry.manifest.tensors
         self.regions = {(n, region.offset): region for n, record in self.tensors.items() for region in record.regions}
-        largest_file = max((file.size for file in entry.manifest.files.values()), default=0)
-        self.buffer = bytearray(min(entry.manifest.chunk, largest_file))
-        self.buffered = ("", -1, 0)
-        """The chunk in the buffer: its file, its index and its size in bytes."""
+        self.chunks: Iterator[tuple[ChunkKey, torch.Tensor]] = iter(())
+        """The chunks to come, in file order."""
+        self.chunk: tuple[ChunkKey, torch.Tensor] = ("", -1), torch.empty(0, dtype=torch.uint8)
+        """The current chunk: its file and index, and its verified bytes."""
 
     def reset(self, checkpoint_id: Any = None) -> None:
         pass
@@ -182,52 +188,82 @@ class ShardReader(StorageReader):
 
     def read_data(self, plan: LoadPlan, planner: LoadPlanner) -> Future[None]:
         """Read the regions in file order, so that each chunk is read and verified once."""
-        for region, item in sorted(((self._region(i), i) for i in plan.items), key=lambda pair: file_position(pair[0])):
-            target = planner.resolve_tensor(item).detach()
-            if prod(region.shape):
-                tensor = self._read_region(region, self.tensors[item.storage_index.fqn].dtype)
-                for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
-                    tensor = tensor.narrow(dim, start, length)
-                target.copy_(tensor)
-            planner.commit_tensor(item, target)
-            self.progress()
+        items = sorted(((self._region(item), item) for item in plan.items), key=lambda pair: file_position(pair[0]))
+        targets = [planner.resolve_tensor(item).detach() for _, item in items]
+        keys = dict.fromkeys(key for region, _ in items for key in self._chunk_keys(region))
+        pinned = any(target.is_cuda for target in targets)
+        with ThreadPoolExecutor(DIGEST_THREADS, thread_name_prefix="reader") as threads:
+            self.chunks = self._read_ahead(list(keys), threads, pinned)
+            for (region, item), target in zip(items, targets, strict=True):
+                self._load(region, item, target)
+                planner.commit_tensor(item, target)
+                self.progress()
         future: Future[None] = Future()
         future.set_result(None)
         return future
 
+    def _load(self, region: TensorRegion, item: ReadItem, target: torch.Tensor) -> None:
+        """Copy a region, or the part of it that another layout needs, into a tensor of this rank."""
+        dtype = getattr(torch, self.tensors[item.storage_index.fqn].dtype)
+        if tuple(item.lengths) == region.shape and target.is_contiguous() and target.dtype == dtype:
+            self._read_region(region, target)
+            return
+        stored = torch.empty(region.shape, dtype=dtype)
+        self._read_region(region, stored)
+        for dim, (start, length) in enumerate(zip(item.storage_offsets, item.lengths, strict=True)):
+            stored = stored.narrow(dim, start, length)
+        target.copy_(stored)
+
     def _region(self, item: ReadItem) -> TensorRegion:
         return self.regions[item.storage_index.fqn, tuple(item.storage_index.offset or ())]
 
-    def _read_region(self, region: TensorRegion, dtype: str) -> torch.Tensor:
-        index, begin = divmod(region.start, self.manifest.chunk)
-        raw: bytearray | memoryview = self._read_chunk(region.file, index)[begin : begin + region.length]
-        if len(raw) < region.length:  # the region continues in the next chunks
-            raw = bytearray(raw)
-            while len(raw) < region.length:
-                index += 1
-                raw += self._read_chunk(region.file, index)[: region.length - len(raw)]
-        return torch.frombuffer(raw, dtype=getattr(torch, dtype)).reshape(region.shape)
+    def _chunk_keys(self, region: TensorRegion) -> list[ChunkKey]:
+        """The chunks that contain a region."""
+        first, end = region.start // self.manifest.chunk, -(-(region.start + region.length) // self.manifest.chunk)
+        return [(region.file, index) for index in range(first, end)] if region.length else []
 
-    def _read_chunk(self, file: str, index: int) -> memoryview:
-        """Read a chunk into the buffer and verify it there: the bytes that are copied are the verified ones."""
-        if self.buffered[:2] != (file, index):
-            self.buffered = ("", -1, 0)
-            size, state, filled = self.manifest.chunk, xxhash.xxh3_128(), 0
-            path, expected = f"{self.entry.folder}/{file}", self.manifest.files[file].chunks[index]
-            while filled < size:  # in blocks that remain in the CPU cache between the read and the hash
-                content = self.entry.store.read(path, index * size + filled, min(self.io_bytes, size - filled))
-                self.buffer[filled : filled + len(content)] = content
-                state.update(content)
-                filled += len(content)
-                if len(content) < self.io_bytes:
-                    break
-            if (found := state.hexdigest()) != expected:
-                raise CheckpointError(
-                    f"{self.entry.name} changed while it was read: {file} chunk {index}: "
-                    f"expected {expected}, found {found}"
-                )
-            self.buffered = (file, index, filled)
-        return memoryview(self.buffer)[: self.buffered[2]]
+    def _read_region(self, region: TensorRegion, target: torch.Tensor) -> None:
+        """Copy the bytes of a region into a contiguous tensor."""
+        flat = target.reshape(-1).view(torch.uint8) if region.length else target
+        filled, begin = 0, region.start % self.manifest.chunk
+        for key in self._chunk_keys(region):
+            while self.chunk[0] != key:
+                self.chunk = next(self.chunks)
+            part = self.chunk[1][begin : begin + region.length - filled]
+            flat[filled : filled + len(part)].copy_(part)
+            filled, begin = filled + len(part), 0
+
+    def _read_ahead(
+        self, keys: list[ChunkKey], threads: ThreadPoolExecutor, pinned: bool
+    ) -> Iterator[tuple[ChunkKey, torch.Tensor]]:
+        """The verified chunks in order. A chunk is valid until the next one: its buffer is then reused."""
+        size = min(self.manifest.chunk, max((file.size for file in self.manifest.files.values()), default=0))
+        buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for _ in range(DIGEST_THREADS + 1)]
+        reading: deque[Any] = deque()
+        for number in range(len(keys) + DIGEST_THREADS):
+            if number < len(keys):
+                reading.append(threads.submit(self._read_chunk, *keys[number], buffers[number % len(buffers)]))
+            if number >= DIGEST_THREADS:
+                yield keys[number - DIGEST_THREADS], reading.popleft().result()
+
+    def _read_chunk(self, file: str, index: int, buffer: torch.Tensor) -> torch.Tensor:
+        """Read a chunk into a buffer and verify it there: the bytes that are copied are the verified ones."""
+        size, state, filled = self.manifest.chunk, xxhash.xxh3_128(), 0
+        path, expected = f"{self.entry.folder}/{file}", self.manifest.files[file].chunks[index]
+        while filled < size:  # in blocks that remain in the CPU cache between the read and the hash
+            content = self.entry.store.read(path, index * size + filled, min(self.io_bytes, size - filled))
+            block = buffer[filled : filled + len(content)].numpy()
+            block[:] = np.frombuffer(content, np.uint8)
+            state.update(block.data)
+            filled += len(content)
+            if len(content) < self.io_bytes:
+                break
+        if (found := state.hexdigest()) != expected:
+            raise CheckpointError(
+                f"{self.entry.name} changed while it was read: {file} chunk {index}: "
+                f"expected {expected}, found {found}"
+            )
+        return buffer[:filled]
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:  # noqa: ARG003

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -17,6 +19,8 @@ from meshwright.store.interface import Buffer, Sink, Store
 SHARD_HEADER_BYTES = 4096
 """A shard begins with a header that names its run, step, attempt and rank: a misplaced file can then be identified."""
 SHARD_MAGIC = b"meshwright shard "
+DIGEST_THREADS = min(8, os.cpu_count() or 1)
+"""Threads that hash chunks. Reading, hashing and writing release the interpreter lock."""
 WHOLE_FILE = -1
 """The `chunk` of a damage that concerns the complete file."""
 
@@ -40,36 +44,50 @@ class Damage:
 
 class DigestingSink:
     """A sink that hashes what it writes, chunk by chunk, from the memory that is written: a later read error of the
-    storage is then always detected.
+    storage is then always detected. Threads hash while others write, so the content must not change before `close`.
     """
 
     def __init__(self, sink: Sink, block_sizes: BlockSizes = BLOCK_SIZES) -> None:
-        self.sink, self.chunk, self.io_bytes, self.size = sink, block_sizes.digest_bytes, block_sizes.io_bytes, 0
+        self.sink, self.chunk, self.size = sink, block_sizes.digest_bytes, 0
+        self.parts: list[memoryview] = []
+        """The content of the chunk that is not complete yet."""
+        self.threads = ThreadPoolExecutor(DIGEST_THREADS, thread_name_prefix="digest")
+        self.digests: list[Future[str]] = []
         self.chunks: list[str] = []
-        self.hash = xxhash.xxh3_128()
+        """The digest of every chunk, once the sink is closed."""
 
     def write(self, content: Buffer) -> None:
         view = memoryview(content).cast("B")
         while view:
-            block = view[: min(self.io_bytes, self.chunk - self.size % self.chunk)]
-            self.sink.write(block)
-            self.hash.update(block)
-            self.size += len(block)
-            view = view[len(block) :]
+            part = view[: self.chunk - self.size % self.chunk]
+            self.parts.append(part)
+            self.size += len(part)
             if self.size % self.chunk == 0:
                 self._end_chunk()
+            self.sink.write(part)
+            view = view[len(part) :]
 
     def close(self) -> None:
-        if self.size % self.chunk:
+        if self.parts:
             self._end_chunk()
         self.sink.close()
+        self.chunks = [digest.result() for digest in self.digests]
 
     def abort(self) -> None:
+        """Release the file handle and the threads. A call after `close` has no further effect."""
+        self.threads.shutdown(cancel_futures=True)
         self.sink.abort()
 
     def _end_chunk(self) -> None:
-        self.chunks.append(self.hash.hexdigest())
-        self.hash.reset()
+        self.digests.append(self.threads.submit(digest_parts, self.parts))
+        self.parts = []
+
+
+def digest_parts(parts: list[memoryview]) -> str:
+    state = xxhash.xxh3_128()
+    for part in parts:
+        state.update(part)
+    return str(state.hexdigest())
 
 
 def shard_header(run: str, timeline: int, step: int, attempt: int, rank: int) -> bytes:
@@ -127,14 +145,22 @@ def verify_file(
     if size != record.size:
         yield Damage(name, WHOLE_FILE, f"{record.size:,} bytes", "no file" if size is None else f"{size:,} bytes")
         return
-    for index, expected in enumerate(record.chunks):
-        progress()
+
+    def digest(index: int) -> str:
         try:
-            found = digest_range(store, path, index * chunk, chunk, io_bytes)
+            return digest_range(store, path, index * chunk, chunk, io_bytes)
         except OSError as error:
-            found = f"a read error ({error.strerror})"
-        if found != expected:
-            yield Damage(name, index, expected, found)
+            return f"a read error ({error.strerror})"
+
+    threads = ThreadPoolExecutor(DIGEST_THREADS, thread_name_prefix="verify")
+    try:
+        found_digests = threads.map(digest, range(len(record.chunks)))
+        for index, (expected, found) in enumerate(zip(record.chunks, found_digests, strict=True)):
+            progress()
+            if found != expected:
+                yield Damage(name, index, expected, found)
+    finally:
+        threads.shutdown(cancel_futures=True)
 
 
 def digest_range(store: Store, path: str, start: int, length: int, io_bytes: int) -> str:

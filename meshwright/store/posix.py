@@ -7,15 +7,24 @@ crash at each call.
 from __future__ import annotations
 
 import errno
+import fcntl
+import mmap
 import os
 import secrets
+from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
+
+import numpy as np
+from numpy.typing import NDArray
 
 from meshwright.errors import CheckpointError
 from meshwright.io import open_descriptor
 from meshwright.store.interface import Buffer, Sink
+
+Block = NDArray[np.uint8]
 
 
 class PosixCalls:
@@ -27,8 +36,21 @@ class PosixCalls:
     def create(self, path: str) -> int:
         return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o644)
 
-    def write(self, file: int, content: Buffer) -> int:
-        return os.write(file, content)
+    def write(self, file: int, content: Buffer, offset: int) -> int:
+        return os.pwrite(file, content, offset)
+
+    def set_direct(self, file: int, direct: bool) -> bool:
+        """Write past the page cache from now on, or not; returns whether the file system does."""
+        flags, direct_flag = fcntl.fcntl(file, fcntl.F_GETFL), getattr(os, "O_DIRECT", 0)
+        try:
+            fcntl.fcntl(file, fcntl.F_SETFL, flags | direct_flag if direct else flags & ~direct_flag)
+        except OSError:
+            return False
+        return direct
+
+    def start_threads(self, count: int) -> Executor:
+        """Threads that write the blocks of a file."""
+        return ThreadPoolExecutor(count, thread_name_prefix="store")
 
     def sync(self, file: int) -> None:
         os.fsync(file)
@@ -160,28 +182,40 @@ class PosixStore:
 
 
 class PosixSink:
-    """A new file that buffers small writes. After a failed write the file is never retried or overwritten."""
+    """A new file. Threads write its full blocks directly to the disk, past the page cache, while the next ones are
+    filled; the rest is written when it is closed. After a failed write the file is never retried or overwritten.
+    """
 
-    BUFFER_BYTES = 1 << 20
+    BLOCK_BYTES = 8 << 20
+    THREADS = 2
 
     def __init__(self, calls: PosixCalls, path: str) -> None:
         self.calls, self.path = calls, path
         self.file: int | None = calls.create(path)
-        self.buffer = bytearray()
+        self.block, self.filled, self.offset = self._new_block(), 0, 0
+        """The block that is being filled, its bytes so far, and its offset in the file."""
+        self.threads: Executor | None = None
+        self.writes: deque[Future[Block]] = deque()
+        """The blocks that are being written."""
+        self.direct = False
 
     def write(self, content: Buffer) -> None:
         view = memoryview(content).cast("B")
-        if len(view) < self.BUFFER_BYTES:
-            self.buffer += view
-            if len(self.buffer) >= self.BUFFER_BYTES:
-                self._flush()
-            return
-        self._flush()
-        self._write_all(view)
+        while view:
+            part = view[: self.BLOCK_BYTES - self.filled]
+            self.block[self.filled : self.filled + len(part)] = np.frombuffer(part, np.uint8)
+            self.filled += len(part)
+            if self.filled == self.BLOCK_BYTES:
+                self._submit_block()
+            view = view[len(part) :]
 
     def close(self) -> None:
         assert self.file is not None
-        self._flush()
+        while self.writes:
+            self.writes.popleft().result()
+        if self.direct:
+            self._write_buffered()
+        self._write_all(self.block[: self.filled], self.offset)
         self.calls.sync(self.file)
         file, self.file = self.file, None
         self.calls.close(file)
@@ -189,15 +223,41 @@ class PosixSink:
 
     def abort(self) -> None:
         """Close the file handle. The bytes written so far stay, unpublished, until retention deletes them."""
+        if self.threads is not None:
+            self.threads.shutdown(cancel_futures=True)
         if self.file is not None:
             file, self.file = self.file, None
             self.calls.close(file)
 
-    def _flush(self) -> None:
-        self._write_all(memoryview(self.buffer))
-        self.buffer = bytearray()
+    def _new_block(self) -> Block:
+        """Memory that begins at a page, as direct writes require."""
+        return np.frombuffer(mmap.mmap(-1, self.BLOCK_BYTES), np.uint8)
 
-    def _write_all(self, view: memoryview) -> None:
+    def _submit_block(self) -> None:
         assert self.file is not None
+        if self.threads is None:
+            self.threads = self.calls.start_threads(self.THREADS)
+            self.direct = self.calls.set_direct(self.file, True)
+        self.writes.append(self.threads.submit(self._write_all, self.block, self.offset))
+        waits = len(self.writes) > self.THREADS
+        self.block = self.writes.popleft().result() if waits else self._new_block()
+        self.offset, self.filled = self.offset + self.BLOCK_BYTES, 0
+
+    def _write_all(self, block: Block, offset: int) -> Block:
+        assert self.file is not None
+        view = memoryview(block)
         while view:
-            view = view[self.calls.write(self.file, view) :]
+            direct = self.direct
+            try:
+                written = self.calls.write(self.file, view, offset)
+            except OSError as error:
+                if error.errno != errno.EINVAL or not direct:
+                    raise
+                self._write_buffered()  # the disk requires another alignment
+                continue
+            view, offset = view[written:], offset + written
+        return block
+
+    def _write_buffered(self) -> None:
+        assert self.file is not None
+        self.direct = self.calls.set_direct(self.file, False)

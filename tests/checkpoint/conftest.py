@@ -28,7 +28,7 @@ def quiet_dcp(monkeypatch):
 
 @pytest.fixture
 def small_writes(monkeypatch):
-    monkeypatch.setattr(PosixSink, "BUFFER_BYTES", 256)
+    monkeypatch.setattr(PosixSink, "BLOCK_BYTES", 256)
 
 
 @pytest.fixture

@@ -7,6 +7,7 @@ import errno
 import os
 import random
 from collections.abc import Callable
+from concurrent.futures import Executor, Future
 from dataclasses import dataclass, field
 
 from meshwright.store.interface import Buffer
@@ -100,12 +101,20 @@ class SimulatedDisk(PosixCalls):
 
         return self._call("create", path, apply)
 
-    def write(self, file: int, content: Buffer) -> int:
+    def write(self, file: int, content: Buffer, offset: int) -> int:
         def apply(length: int = len(content)) -> int:
-            self.open[file].live += content[:length]
+            live = self.open[file].live
+            live.extend(bytes(max(0, offset - len(live))))
+            live[offset : offset + length] = content[:length]
             return length
 
         return self._call("write", "", apply, lambda: apply(-(-len(content) // 2)))
+
+    def set_direct(self, file: int, direct: bool) -> bool:  # noqa: ARG002
+        return direct
+
+    def start_threads(self, count: int) -> Executor:  # noqa: ARG002
+        return InlineExecutor()
 
     def sync(self, file: int) -> None:
         def apply() -> None:
@@ -208,6 +217,18 @@ class SimulatedDisk(PosixCalls):
         if isinstance(node, SimulatedFolder) and node.live:
             raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), path)
         self._folder(parent).put(name, None)
+
+
+class InlineExecutor(Executor):
+    """Runs every task at once, in the thread that submits it: the order of the disk calls is then always the same."""
+
+    def submit(self, function, /, *args, **options):
+        future = Future()
+        try:
+            future.set_result(function(*args, **options))
+        except BaseException as failure:  # noqa: BLE001
+            future.set_exception(failure)
+        return future
 
 
 class PowerLossOutcome:

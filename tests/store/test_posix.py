@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import errno
 import os
+import random
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 from meshwright.errors import CheckpointError
 from meshwright.store.interface import Store
-from meshwright.store.posix import PosixCalls, PosixStore
+from meshwright.store.posix import PosixCalls, PosixSink, PosixStore
 
 
 @pytest.fixture
@@ -71,3 +72,55 @@ def test_absent_files_and_folders_are_empty(store):
     assert store.size("absent") is None
     assert store.size("absent/file") is None
     assert store.list_names("absent") == []
+
+
+class RefusesDirectWrites(PosixCalls):
+    """A disk on which a direct write fails at the first block: its blocks have another alignment."""
+
+    direct = False
+
+    def set_direct(self, file: int, direct: bool) -> bool:  # noqa: ARG002
+        self.direct = direct
+        return direct
+
+    def write(self, file, content, offset):
+        if self.direct:
+            raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
+        return super().write(file, content, offset)
+
+
+@pytest.mark.parametrize("calls", [PosixCalls, RefusesDirectWrites])
+@pytest.mark.parametrize("size", [0, 4096, 5 * 4096, 5 * 4096 + 1, 23 * 4096 - 1])
+def test_file_of_many_blocks_has_every_byte_at_its_place(tmp_path, monkeypatch, calls, size):
+    monkeypatch.setattr(PosixSink, "BLOCK_BYTES", 2 * 4096)
+    content = random.Random(size).randbytes(size)
+    sink = PosixStore(tmp_path, calls()).create("shard")
+    for start in range(0, size, 3001):
+        sink.write(content[start : start + 3001])
+    sink.close()
+    sink.abort()
+    assert (tmp_path / "shard").read_bytes() == content
+
+
+def test_failed_block_fails_the_file_before_it_is_durable(tmp_path, monkeypatch):
+    monkeypatch.setattr(PosixSink, "BLOCK_BYTES", 4096)
+    synced = []
+
+    class FullDisk(PosixCalls):
+        def write(self, file, content, offset):
+            if offset == 3 * 4096:
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            return super().write(file, content, offset)
+
+        def sync(self, file: int) -> None:
+            synced.append(file)
+
+    def write_file() -> None:
+        sink.write(bytes(5 * 4096))
+        sink.close()
+
+    sink = PosixStore(tmp_path, FullDisk()).create("shard")
+    with pytest.raises(OSError, match="No space left"):
+        write_file()
+    sink.abort()
+    assert synced == []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +31,9 @@ BOUNDARY_BLOCKS = BlockSizes(io_bytes=4096, digest_bytes=8192)
 class SparseCalls(PosixCalls):
     """System calls that leave a hole in the file where a large block of zeros is written."""
 
-    def write(self, file: int, content: Buffer) -> int:
+    def write(self, file: int, content: Buffer, offset: int) -> int:
         if len(content) < BLOCK_SIZES.io_bytes or np.frombuffer(content, np.uint64).any():
-            return super().write(file, content)
-        os.lseek(file, len(content), os.SEEK_CUR)
+            return super().write(file, content, offset)
         return len(content)
 
 
