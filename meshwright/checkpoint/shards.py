@@ -260,8 +260,7 @@ class ShardReader(StorageReader):
                 break
         if (found := state.hexdigest()) != expected:
             raise CheckpointError(
-                f"{self.entry.name} changed while it was read: {file} chunk {index}: "
-                f"expected {expected}, found {found}"
+                f"{self.entry.name} changed while it was read: {file} chunk {index}: expected {expected}, found {found}"
             )
         return buffer[:filled]
 

@@ -245,7 +245,7 @@ class PosixSink:
 
     def _write_all(self, block: Block, offset: int) -> Block:
         assert self.file is not None
-        view = memoryview(block)
+        view = block.data
         while view:
             direct = self.direct
             try:

@@ -110,10 +110,10 @@ class SimulatedDisk(PosixCalls):
 
         return self._call("write", "", apply, lambda: apply(-(-len(content) // 2)))
 
-    def set_direct(self, file: int, direct: bool) -> bool:  # noqa: ARG002
+    def set_direct(self, file: int, direct: bool) -> bool:
         return direct
 
-    def start_threads(self, count: int) -> Executor:  # noqa: ARG002
+    def start_threads(self, count: int) -> Executor:
         return InlineExecutor()
 
     def sync(self, file: int) -> None:

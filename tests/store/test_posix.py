@@ -79,7 +79,7 @@ class RefusesDirectWrites(PosixCalls):
 
     direct = False
 
-    def set_direct(self, file: int, direct: bool) -> bool:  # noqa: ARG002
+    def set_direct(self, file: int, direct: bool) -> bool:
         self.direct = direct
         return direct
 
