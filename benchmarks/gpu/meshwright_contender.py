@@ -17,7 +17,6 @@ from benchmarks.gpu.shapes import BETAS, CLIP, EPS, LR, WEIGHT_DECAY, Shape
 from benchmarks.gpu.token_batches import TokenSamples, write_token_file
 from benchmarks.gpu.transformers_contenders import build_transformers_model
 from meshwright.config import RunConfig, load_config
-from meshwright.config.device_defaults import with_device_defaults
 from meshwright.launch.job import make_job
 from meshwright.launch.user_code.user_code import NO_USER_CODE, UserCode
 from meshwright.parallel.mesh import Meshes, init_mesh
@@ -50,7 +49,7 @@ def run_config(shape: Shape, device: torch.device, tokens: tuple[Path, str], set
     own = (f"batch.global={shape.batch}", f"data.sequence={shape.sequence}", f"launch.device={device.type}")
     source = ("data.kind=tokens", f"data.path={tokens[0]}", f"data.dtype={tokens[1]}")
     config = load_config(overrides=[*SETTINGS, *own, *source, *settings], ranks=1)
-    return with_device_defaults(replace(config, model=shape.model_config()), device.type)  # type: ignore[arg-type]
+    return replace(config, model=shape.model_config())
 
 
 class MeshwrightLoop:
