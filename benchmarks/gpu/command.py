@@ -19,13 +19,15 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu import ceilings, numerics
+from benchmarks.gpu import ceilings, checkpoint_row, numerics, start_row
 from benchmarks.gpu.rows import PAIRS
 from benchmarks.gpu.session import TURN_SECONDS, Session, report
 from benchmarks.gpu.shapes import SHAPES, tiny
 
 PACKAGES = ("torch", "triton", "transformers", "accelerate", "pytorch-lightning")
-ROWS = ("ceiling", "numerics", *(row.name for row in PAIRS))
+SINGLE = {"checkpoint": (checkpoint_row.measure, ("b",), 80.0), "start": (start_row.measure, ("a", "b"), 100.0)}
+"""Rows that are not pairs: the function that measures them, their models, and about how many seconds they take."""
+ROWS = ("ceiling", "numerics", *(row.name for row in PAIRS), *SINGLE)
 
 
 def main(arguments: list[str]) -> None:
@@ -76,6 +78,9 @@ def run_rows(
                 estimate = row.setup_seconds + session.rounds * 2 * TURN_SECONDS
                 session.measure(row.name, model, estimate, row.missing(), partial(session.pair, row, shape))
         session.leave_default()
+        for name, (measure, known, estimate) in SINGLE.items():
+            if name in rows and model in known:
+                session.measure(name, model, estimate, [], partial(measure, shape, session.device))
 
 
 def about(device: torch.device) -> dict[str, Any]:

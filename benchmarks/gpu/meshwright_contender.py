@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -14,6 +16,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from benchmarks.gpu.shapes import BETAS, CLIP, EPS, LR, WEIGHT_DECAY, Shape
+from benchmarks.gpu.timing import WARMUP
 from benchmarks.gpu.token_batches import TokenSamples, write_token_file
 from benchmarks.gpu.transformers_contenders import build_transformers_model
 from meshwright.config import RunConfig, load_config
@@ -21,7 +24,10 @@ from meshwright.launch.job import make_job
 from meshwright.launch.user_code.user_code import NO_USER_CODE, UserCode
 from meshwright.parallel.mesh import Meshes, init_mesh
 from meshwright.parallel.world import World
+from meshwright.planner.calibration.run_prediction import predict_run
+from meshwright.planner.hardware.cluster import NODE_TYPES
 from meshwright.telemetry.heartbeat import Heartbeat
+from meshwright.telemetry.phases import STEP_PHASES
 from meshwright.telemetry.run_folder import RunFolder
 from meshwright.trainer.job import TrainingObserver
 from meshwright.trainer.loop import Training
@@ -64,7 +70,7 @@ class MeshwrightLoop:
         transformers: bool = False,
         heartbeat: Heartbeat | None = None,
     ) -> None:
-        self.resources = ExitStack()
+        self.device, self.resources = device, ExitStack()
         self.folder = Path(self.resources.enter_context(tempfile.TemporaryDirectory(prefix="meshwright-bench-")))
         config = run_config(shape, device, write_token_file(shape, self.folder), settings)
         user = NO_USER_CODE
@@ -73,6 +79,7 @@ class MeshwrightLoop:
         (run := self.folder / "run").mkdir()
         job = make_job(config, RunFolder(run), user)
         job = replace(job, observer=observer or job.observer)
+        self.config = job.config if user is NO_USER_CODE else None
         with patch("meshwright.trainer.build.init_shard", init_on_device):
             heartbeat = heartbeat or Heartbeat(self.folder / "heartbeat")
             self.training = Training(job, World(device=device, heartbeat=heartbeat))
@@ -89,12 +96,41 @@ class MeshwrightLoop:
         self.training.recorder.flush()
         return self.training.recorder.loss or 0.0
 
+    def details(self) -> dict[str, Any]:
+        """The share of fetch and copy in a step, and what the planner predicts for this run."""
+        self.training.recorder.flush()
+        phases = [phases_of(line) for line in self.training.job.folder.events(0).read_text().splitlines()]
+        steps = [row for row in phases if row][WARMUP:]
+        loading, total = (sum(sum(row[p] for p in names) for row in steps) for names in (LOADING, STEP_PHASES))
+        result: dict[str, Any] = {"fetch_and_copy_share": round(loading / total, 5)} if total else {}
+        if self.config is not None and self.device.type == "cuda":
+            result["predicted"] = predict(self.config, torch.cuda.get_device_name())
+        return result
+
     def close(self) -> None:
         self.training.saver.close()
         self.training.log.close()
         self.training.spans.close()
         del self.training
         self.resources.close()
+
+
+LOADING = ("fetch", "copy")
+
+
+def phases_of(line: str) -> dict[str, float]:
+    """The seconds of each phase in the record of a step; nothing for other records."""
+    record = json.loads(line)
+    return record["phases"] if record["kind"] == "step" else {}
+
+
+def predict(config: RunConfig, device: str) -> dict[str, float] | None:
+    """The step time and the peak memory that the planner predicts; None for a GPU that it does not know."""
+    node = next((name for name in NODE_TYPES if name.upper() in device.upper()), None)
+    if node is None:
+        return None
+    record = predict_run(config, 0, device, f"{node}:1").record
+    return {"step_ms": round(record["seconds"] * 1e3, 3), "peak_gib": round(record["memory"]["tensors"] / 2**30, 3)}
 
 
 def init_on_device(local: Tensor, name: str, *_: object) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 from torch import nn
@@ -24,6 +25,9 @@ class PlainLoop:
 
     def loss(self) -> float:
         return self.last.item()
+
+    def details(self) -> dict[str, Any]:
+        return {}
 
     def close(self) -> None:
         """Memory is freed with the object."""

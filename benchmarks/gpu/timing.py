@@ -25,6 +25,8 @@ class Contender(Protocol):
 
     def loss(self) -> float: ...
 
+    def details(self) -> dict[str, Any]: ...
+
     def close(self) -> None: ...
 
 
@@ -139,6 +141,7 @@ class Entrant:
             "resident_gib": round(self.resident / 2**30, 3),
             "setup_seconds": round(self.setup_seconds, 1),
             "loss": round(self.contender.loss(), 4),
+            **self.contender.details(),
         }
 
     def leave(self) -> None:
