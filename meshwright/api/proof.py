@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -30,6 +31,7 @@ def prove(
     ranks: int | None = None,
     out: str | Path | None = None,
     full: bool = False,
+    device: Literal["cuda"] | None = None,
 ) -> dict[str, Any]:
     """Checks the stream, training, communication and recovery contracts of a config on this machine.
 
@@ -45,6 +47,8 @@ def prove(
         ranks: total number of ranks; sets ``layout.replicate`` accordingly. Default: those of ``config.layout``.
         out: file to write the certificate to, as JSON. Default: it is not written.
         full: prove the configured runs in full size; only the number of steps shrinks. Default: ``False``.
+        device: ``"cuda"`` proves on the CUDA devices of this machine, and there every axis on 2 and 4 ranks, in bf16 and
+            float32, compiled and not. Default: the device of ``config.launch``, and the layout of the config alone.
 
     Returns:
         dict: the certificate. ``certificate["passed"]`` is True if every contract holds.
@@ -60,11 +64,13 @@ def prove(
 
     with errors_for_python():
         config = validated(config, ranks)
+        if device is not None:
+            config = replace(config, launch=replace(config.launch, device=device))
         validate(config, own_model=model is not None)
         file = output_file(given_path(out, "out"), "out") if out is not None else None
         user = UserCode(model, loss, source, parallel_spec, collate, reduction=reduction, init=init)
         config, custom, sources = open_model_with_values(config, user)
-        certificate = certify(config, full=full, custom=custom, sources=sources)
+        certificate = certify(config, full=full, custom=custom, sources=sources, on_device=device is not None)
         if file is not None:
             write_json(file, certificate)
         return certificate

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from meshwright.cli.args import NO_ENTRY_POINTS, Json, Ranks, RunFile, flag, option
 
@@ -14,6 +14,10 @@ def prove(
     out: Annotated[Path, option("FILE", "file to write the certificate to")] = Path("certificate.json"),
     ranks: Ranks = None,
     full: Annotated[bool, flag("prove the configured runs in full size; only the number of steps shrinks")] = False,
+    device: Annotated[
+        Literal["cuda"] | None,
+        option("cuda", "prove on the CUDA devices of this machine, and prove there every axis, precision and compilation"),
+    ] = None,
     json: Json = False,
     *,
     entry_points: Mapping[str, str] = NO_ENTRY_POINTS,
@@ -25,6 +29,8 @@ def prove(
     from meshwright.models.initial_model import load_run_config
     from meshwright.topology.unsupported import validate
 
+    if device is not None:
+        overrides = (*overrides, f"--launch.device={device}")
     config = load_run_config(file, overrides, ranks, own_model="model" in entry_points)
     validate(config, own_model="model" in entry_points)
     output_file(out, "--out")
@@ -34,5 +40,8 @@ def prove(
     with torch_seed(config.seed):
         user = load_user_code(entry_points)
     config, custom, sources = open_model_with_values(config, user)
-    if not prove_config(config, out, as_json=json, full=full, custom=custom, sources=sources):
+    proven = prove_config(
+        config, out, as_json=json, full=full, custom=custom, sources=sources, on_device=device is not None
+    )
+    if not proven:
         raise SystemExit(1)

@@ -36,6 +36,7 @@ from meshwright.prover.custom.family_model import (
 )
 from meshwright.prover.custom.proof import CustomProof
 from meshwright.prover.custom.subject import Subject
+from meshwright.prover.device.check import check_device, require_device
 from meshwright.prover.frozen_parameters import check_frozen
 from meshwright.prover.initialization import check_initialization
 from meshwright.prover.optimizer_updates import check_optimizer
@@ -128,11 +129,15 @@ def certify(
     *,
     custom: CustomModel | None = None,
     sources: list[Source] | None = None,
+    on_device: bool = False,
 ) -> dict[str, Any]:
     """Runs every check on this machine, passes each result to `on_result`, and returns the certificate. With `custom`,
-    the user's own model is proven as it is; `sources` are its data, by default those of the config.
+    the user's own model is proven as it is; `sources` are its data, by default those of the config. `on_device` adds
+    the check of every axis on CUDA, for a model that has a reference.
     """
     require_built_in_update(config, "prove")
+    if on_device:
+        require_device(config)
     config = with_device_defaults(config, device_type(config.launch), custom is not None)
     configured, left_open = config, [INITIAL_WEIGHTS] if config.init_from else []
     if custom is None and not has_reference(config):
@@ -147,6 +152,8 @@ def certify(
         checks = proof.checks()
         if config.lora.enabled:
             checks = {**checks, "frozen": lambda config, _full: check_frozen(config)}
+    elif on_device:
+        checks = {**checks, "device": lambda config, _full: check_device(config)}
     results = []
     for result in run_checks(config, full, checks):
         results.append(result)
@@ -180,9 +187,10 @@ def prove(
     *,
     custom: CustomModel | None = None,
     sources: list[Source] | None = None,
+    on_device: bool = False,
 ) -> bool:
     """Runs every check, prints the results and writes the certificate; True if every claim holds. An `out` that cannot
-    be written is refused before the first check. `custom` and `sources` are those of `certify`.
+    be written is refused before the first check. `custom`, `sources` and `on_device` are those of `certify`.
     """
     file = output_file(out, "--out")
     config = with_device_defaults(config, device_type(config.launch), custom is not None)
@@ -201,7 +209,7 @@ def prove(
 
     if custom is None and (duration := expected_duration(config, full)):
         console.print(duration, highlight=False, soft_wrap=True)
-    certificate = certify(config, show, full, custom=custom, sources=sources)
+    certificate = certify(config, show, full, custom=custom, sources=sources, on_device=on_device)
     if as_json:
         print(json.dumps(certificate))
     else:

@@ -125,9 +125,8 @@ def check_training(config: RunConfig, full: bool = False) -> Iterator[Claim]:
             if traced.run.resume_layout is not None:
                 index = [other.run.config for other in uninterrupted].index(traced.run.config)
                 yield check_resume(traced, uninterrupted[index], outcomes[index], references[index])
-        counted = next((i for i, t in enumerate(uninterrupted) if not t.run.config.compile.enabled), None)
-        if counted is not None and not isinstance(outcomes[counted], MeshwrightError):
-            for claim in check_communication(uninterrupted[counted].job, uninterrupted[counted].run.changes):
+        if not isinstance(outcomes[0], MeshwrightError):
+            for claim in check_communication(uninterrupted[0].job, uninterrupted[0].run.changes):
                 yield claim._replace(check="communication")
 
 

@@ -45,10 +45,20 @@ class CollectiveTotal:
     ranks: int
 
 
-class CommCounter(TorchDispatchMode):
-    """Counts inside a `with` block, in forward and backward. `axes` maps the name of a process group to its axis."""
+class CountingMode(TorchDispatchMode):
+    """A dispatch mode that changes nothing. Compiled code runs as it is, and the mode sees the operators that it calls,
+    collectives among them; without `ignore_compile_internals`, compiled functions would run eagerly.
+    """
 
     supports_higher_order_operators = True
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        return True
+
+
+class CommCounter(CountingMode):
+    """Counts inside a `with` block, in forward and backward. `axes` maps the name of a process group to its axis."""
 
     def __init__(self, axes: dict[str, str]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

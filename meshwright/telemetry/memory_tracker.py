@@ -17,9 +17,9 @@ from torch import Tensor, UntypedStorage, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from meshwright.telemetry.comm_counter import collective_of, has_wrappers, tensors_in
+from meshwright.telemetry.comm_counter import CountingMode, collective_of, has_wrappers, tensors_in
 from meshwright.telemetry.memory_classes import TENSOR_CLASSES
-from meshwright.torch_private import OpOverload, TorchDispatchMode
+from meshwright.torch_private import OpOverload
 
 UNINITIALIZED = "uninitialized"
 """The internal class of an empty buffer, which is reported as temporary. Its class shows only when it is used: FSDP
@@ -39,7 +39,7 @@ class TrackedStorage(weakref.ref[UntypedStorage]):
     size: int
 
 
-class MemoryTracker(TorchDispatchMode):
+class MemoryTracker(CountingMode):
     """Counts inside one `with` block. The caller sets `phase`: a new tensor is an activation in forward, and temporary
     in any other phase.
 
@@ -48,8 +48,6 @@ class MemoryTracker(TorchDispatchMode):
     unclassified buffers. To see DDP's buckets from the start, enter before gradients are cleared, or `assign_class`
     them.
     """
-
-    supports_higher_order_operators = True
 
     def __init__(
         self,

@@ -266,9 +266,10 @@ class Training:
         """Runs and records the next step."""
         lr = self.resume.learning_rate(self.done)
         counters: StepCounters | None = None
+        compiled = bool(self.config.compile.enabled)
         with self.profiler.step(self.done) as profiled:
             if self.counting_is_due():
-                with count_step(self.parallel_model, self.optimizer) as counters:
+                with count_step(self.parallel_model, self.optimizer, compiled=compiled) as counters:
                     outcome = self.step.run(self.done, lr, self.batches, counters.enter)
             else:
                 outcome = self.step.run(self.done, lr, self.batches)
@@ -276,7 +277,7 @@ class Training:
         self.recorder.add(outcome)
         if counters is not None:
             self.log.write("counters", step=self.done, **counters.to_json())
-            self.plan_recorder.observe_peak(counters.memory.peak_total)
+            self.plan_recorder.observe_peak(counters.peak_total)
         self.job.observer.on_step(outcome)
         faults.fail_point("step.updated", self.done)
         self.done += 1
@@ -288,15 +289,10 @@ class Training:
             compare_replicas(shards, self.job.layout, self.world, self.done - 1)
 
     def counting_is_due(self) -> bool:
-        """Whether the next step is counted: the second of an attempt, when everything lazy exists, then at a cadence.
-        Compiled blocks are never counted: under a dispatch mode they run eagerly, which changes the last bits.
-        """
+        """Whether the next step is counted: the second of an attempt, when everything lazy exists, then at a cadence."""
         every = self.config.count_bytes_every
-        return (
-            every > 0
-            and not self.config.compile.enabled
-            and (self.done == self.first_step + 1 or (self.done > self.first_step and self.done % every == 0))
-        )
+        later = self.done > self.first_step
+        return every > 0 and later and (self.done == self.first_step + 1 or self.done % every == 0)
 
     def evaluation_is_due(self) -> bool:
         cadence = self.config.eval

@@ -1,12 +1,15 @@
-"""One step: gradient synchronization, DDP settings, and seeds."""
+"""One step: gradient synchronization, DDP settings, seeds, and no host reads."""
 
 from __future__ import annotations
 
 import pytest
 import torch
-from step_harness import masked_source
+from small_run import small_config
+from step_harness import LR, build_loader, build_step, masked_source
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.config import Batch, RunConfig, load_config
+from meshwright.config.device_defaults import with_device_defaults
 from meshwright.data.loader import Loader, MicroBatch
 from meshwright.data.source import ConcatenatedSource, Source
 from meshwright.data.stream import Stream
@@ -17,6 +20,7 @@ from meshwright.parallel.parallel_model import ParallelModel
 from meshwright.parallel.world import World
 from meshwright.telemetry.step_clock import StepClock
 from meshwright.testing import run_ranks
+from meshwright.topology.unsupported import validate
 from meshwright.trainer.expert_balancer import ExpertBalancer
 from meshwright.trainer.precision import Precision
 from meshwright.trainer.step import Step, StepContext, step_seed
@@ -132,3 +136,36 @@ def test_step_seed_is_a_function_of_seed_step_and_data_coordinate():
     assert len(seeds) == 27
     assert all(0 <= seed < 2**63 for seed in seeds)
     assert step_seed(0, 1, 2) == step_seed(0, 1, 2)
+
+
+class ForbidHostReads(TorchDispatchMode):
+    """Fails where the host reads a value of the device, for which it would wait on CUDA."""
+
+    READS = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "equal", "unique", "_unique2")
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        name = func.name().partition("::")[2].partition(".")[0]
+        by_mask = name == "index" and any(i is not None and i.dtype == torch.bool for i in args[1])
+        assert name not in self.READS and not by_mask, f"a step reads the result of {name}"
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        ["--batch.micro=2"],
+        ["--model.experts=4", "--model.experts_active=2"],
+        ["--precision.compute=bf16", "--precision.weights=bf16"],
+        ["--precision.compute=fp16"],
+    ],
+    ids=["accumulation", "experts", "bf16", "fp16"],
+)
+def test_step_reads_no_value_of_the_device(options):
+    config = with_device_defaults(small_config("--batch.global=4", *options, ranks=1), "cpu")
+    layout, _ = validate(config)
+    step, loader = build_step(World(), config, layout), build_loader(World(), config)
+    batches = iter(list(loader.steps(0, 3)))  # the loader counts the tokens of host tensors
+    step.run(0, LR, batches)
+    with ForbidHostReads():
+        step.run(1, LR, batches)
+        step.run(2, LR, batches)

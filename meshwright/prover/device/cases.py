@@ -10,6 +10,7 @@ from itertools import product
 from typing import Literal
 
 from meshwright.config import LayoutConfig, RunConfig
+from meshwright.config.device_defaults import with_device_defaults
 from meshwright.prover.shrink.runs import DEVICE, ProofRun, changes, is_valid
 from meshwright.prover.shrink.sizes import min_blocks, shrink
 from meshwright.topology.layout import Layout
@@ -32,9 +33,13 @@ BLOCKS = 2
 
 def device_runs(config: RunConfig, ranks: int) -> list[ProofRun]:
     """The runs on this number of ranks that the model supports; runs of one layout follow each other."""
-    variants = product(LAYOUTS, PRECISIONS, (False, True))
-    proofs = (device_run(config, axis, ranks, compute, compiled) for axis, compute, compiled in variants)
-    return [ProofRun("on CUDA", proof, changes(config, proof)) for proof in proofs if is_valid(proof)]
+    runs = []
+    for axis, compute, compiled in product(LAYOUTS, PRECISIONS, (False, True)):
+        proof = device_run(config, axis, ranks, compute, compiled)
+        name = f"{axis} on CUDA, {ranks} ranks, {compute}" + (", compiled" if compiled else "")
+        if is_valid(proof):
+            runs.append(ProofRun(name, proof, changes(config, proof)))
+    return runs
 
 
 def device_run(config: RunConfig, axis: str, ranks: int, compute: Literal["fp32", "bf16"], compiled: bool) -> RunConfig:
@@ -45,12 +50,13 @@ def device_run(config: RunConfig, axis: str, ranks: int, compute: Literal["fp32"
     layout = Layout.from_config(layout_config)
     if layout.expert > 1 and not config.model.experts:
         config = replace(config, model=replace(config.model, experts=EXPERTS, experts_active=EXPERTS_ACTIVE))
+    precision = replace(config.precision, compute=compute, weights=None, residual=None, float8=False, tf32=False)
+    compiled_or_not = replace(config.compile, enabled=compiled)
+    config = with_device_defaults(replace(config, precision=precision, compile=compiled_or_not), "cuda")
     proof = shrink(config, layout_config, DEVICE)
     return replace(
         proof,
         model=replace(proof.model, layers=max(BLOCKS, min_blocks(config, layout)), capacity_factor=0.0),
-        precision=replace(proof.precision, compute=compute, tf32=False),
-        compile=replace(proof.compile, enabled=compiled),
         eval=replace(proof.eval, every=0),
         checkpoint=replace(proof.checkpoint, mode="off"),
         launch=replace(proof.launch, device="cuda"),

@@ -42,7 +42,6 @@ def not_proven(config: RunConfig, runs: Sequence[ProofRun], devices: int = 0) ->
     """One sentence for everything that no run covers; `devices` is the number of CUDA devices of this machine."""
     return [
         *([] if devices or config.launch.device == "cpu" else ["the kernels of CUDA: this machine has no CUDA device"]),
-        *(["communication and memory counters of compiled blocks"] if config.compile.enabled else []),
         *([INITIAL_WEIGHTS] if config.init_from else []),
         *unproven_degrees(config, runs),
         *unproven_pairs(config, runs),

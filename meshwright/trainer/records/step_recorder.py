@@ -120,7 +120,7 @@ class StepRecorder:
             )
             if self.metrics:
                 extra["metrics"] = {name: finite_or_none(value) for name, value in self.metrics.items()}
-        before, self.memory = self.memory, MemoryFigures.read(self.world.device)
+        before, self.memory = self.memory, MemoryFigures.read(self.world.device, self.memory.peak)
         extra |= self.memory.events_since(before)
         if outcome.expert_loads is not None:
             loads = outcome.expert_loads
@@ -228,11 +228,13 @@ class MemoryFigures:
     """how often the CUDA allocator has freed its cached blocks to find memory"""
 
     @classmethod
-    def read(cls, device: torch.device) -> MemoryFigures:
+    def read(cls, device: torch.device, peak: int = 0) -> MemoryFigures:
+        """Reads the figures; `peak` is the peak so far, because a counted step resets that of the allocator."""
         usage = resource.getrusage(resource.RUSAGE_SELF)
         if device.type == "cuda":
             stats = torch.cuda.memory_stats(device)
-            return cls(stats.get("allocated_bytes.all.peak", 0), usage.ru_majflt, stats.get("num_alloc_retries", 0))
+            peak = max(peak, stats.get("allocated_bytes.all.peak", 0))
+            return cls(peak, usage.ru_majflt, stats.get("num_alloc_retries", 0))
         return cls(usage.ru_maxrss * (1 if sys.platform == "darwin" else 1024), usage.ru_majflt)
 
     def events_since(self, before: MemoryFigures) -> dict[str, int]:

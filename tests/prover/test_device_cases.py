@@ -1,0 +1,63 @@
+"""The runs that prove every axis on CUDA, and how the ranks of one launch train them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from meshwright.config import load_config
+from meshwright.errors import ConfigError, MeshwrightError
+from meshwright.prover.claims import fault_environment
+from meshwright.prover.device import check
+from meshwright.prover.device.cases import LAYOUTS, RANKS, device_runs, unsupported_axes
+from meshwright.prover.device.check import check_ranks, require_device, train_in_turn
+from meshwright.prover.training import prepare
+from meshwright.topology.layout import Layout
+
+CONFIG = load_config(overrides=["--data.kind=synthetic", "--data.samples=400"])
+
+
+def test_every_axis_is_proven_in_both_precisions_compiled_and_not():
+    for ranks in RANKS:
+        runs = [run.config for run in device_runs(CONFIG, ranks)]
+        assert len(runs) == len(LAYOUTS) * 4
+        assert {Layout.from_config(run.layout).ranks for run in runs} == {ranks}
+        assert {(run.precision.compute, run.compile.enabled) for run in runs} == {
+            (compute, compiled) for compute in ("fp32", "bf16") for compiled in (False, True)
+        }
+        assert {run.precision.weights for run in runs if run.precision.compute == "bf16"} == {"bf16"}
+        assert {run.precision.weights for run in runs if run.precision.compute == "fp32"} == {"fp32"}
+        assert not any(run.precision.tf32 for run in runs)
+    assert list(unsupported_axes(CONFIG)) == []
+
+
+def on_cpu(run):
+    config = run.config
+    return replace(run, config=replace(config, launch=replace(config.launch, device="cpu")))
+
+
+def test_a_run_that_fails_does_not_end_the_other_runs_of_its_launch(tmp_path):
+    chosen = [run for run in device_runs(CONFIG, 2) if run.name.endswith("fp32")][:3]
+    runs = [prepare(CONFIG, on_cpu(run), tmp_path / str(index)) for index, run in enumerate(chosen)]
+    for traced in runs:
+        traced.job.folder.root.mkdir()
+    broken = runs[1].job
+    runs[1].job = replace(broken, config=replace(broken.config, steps=3))
+    with fault_environment("end:rank1:raise@step3"):
+        outcomes = train_in_turn(runs)
+    assert [isinstance(outcome, MeshwrightError) for outcome in outcomes] == [False, True, False]
+    assert "rank 1" in str(outcomes[1])
+
+
+def test_a_launch_yields_a_claim_per_run(monkeypatch):
+    chosen = [on_cpu(run) for run in device_runs(CONFIG, 2) if run.name in ("DDP on CUDA, 2 ranks, bf16",)]
+    monkeypatch.setattr(check, "device_runs", lambda _config, _ranks: chosen)
+    [claim] = check_ranks(CONFIG, 2)
+    assert claim.passed, claim.measured
+    assert "the training loop equal the reference (bf16)" in claim.claim
+
+
+def test_a_machine_without_device_is_refused():
+    with pytest.raises(ConfigError, match="--device cuda, but torch finds no CUDA device"):
+        require_device(CONFIG)
