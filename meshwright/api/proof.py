@@ -47,8 +47,8 @@ def prove(
         ranks: total number of ranks; sets ``layout.replicate`` accordingly. Default: those of ``config.layout``.
         out: file to write the certificate to, as JSON. Default: it is not written.
         full: prove the configured runs in full size; only the number of steps shrinks. Default: ``False``.
-        device: ``"cuda"`` proves on the CUDA devices of this machine, and there every axis on 2 and 4 ranks, in bf16 and
-            float32, compiled and not. Default: the device of ``config.launch``, and the layout of the config alone.
+        device: ``"cuda"`` proves on the CUDA devices of this machine, and there every axis on 2 and 4 ranks, in bf16
+            and float32, compiled and not. Default: the device of ``config.launch``, and the layout of the config alone.
 
     Returns:
         dict: the certificate. ``certificate["passed"]`` is True if every contract holds.

@@ -16,7 +16,9 @@ def prove(
     full: Annotated[bool, flag("prove the configured runs in full size; only the number of steps shrinks")] = False,
     device: Annotated[
         Literal["cuda"] | None,
-        option("cuda", "prove on the CUDA devices of this machine, and prove there every axis, precision and compilation"),
+        option(
+            "cuda", "prove on the CUDA devices of this machine, and prove there every axis, precision and compilation"
+        ),
     ] = None,
     json: Json = False,
     *,

@@ -289,7 +289,7 @@ class Training:
             compare_replicas(shards, self.job.layout, self.world, self.done - 1)
 
     def counting_is_due(self) -> bool:
-        """Whether the next step is counted: the second of an attempt, when everything lazy exists, then at a cadence."""
+        """Whether the next step is counted: the second of an attempt, when all lazy parts exist, then at a cadence."""
         every = self.config.count_bytes_every
         later = self.done > self.first_step
         return every > 0 and later and (self.done == self.first_step + 1 or self.done % every == 0)

@@ -146,7 +146,8 @@ class ForbidHostReads(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         name = func.name().partition("::")[2].partition(".")[0]
         by_mask = name == "index" and any(i is not None and i.dtype == torch.bool for i in args[1])
-        assert name not in self.READS and not by_mask, f"a step reads the result of {name}"
+        assert not by_mask, "a step indexes with a mask"
+        assert name not in self.READS, f"a step reads the result of {name}"
         return func(*args, **(kwargs or {}))
 
 

@@ -65,7 +65,9 @@ def train_three_steps(world: World, config: RunConfig, counted: bool) -> tuple[S
 Counted = tuple[list[CollectiveTotal], dict[str, int]]
 
 
-def compare_compiled_with_eager(world: World, configs: list[RunConfig]) -> list[tuple[Counted, Counted, int, int, bool]]:
+def compare_compiled_with_eager(
+    world: World, configs: list[RunConfig]
+) -> list[tuple[Counted, Counted, int, int, bool]]:
     torch.compile = partial(torch.compile, backend=recording_backend)  # type: ignore[assignment]
     results = []
     for config in configs:
