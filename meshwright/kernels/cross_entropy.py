@@ -3,18 +3,23 @@
 The logits of a chunk are replaced by their gradient in place, and the gradients of the hidden states and of the weight
 are computed at once; backward multiplies them by the gradient of the loss. The weight's gradient is added up over
 chunks in float32 at least, so it is rounded once, as that of one matrix product is.
+
+If the rows of the weight are sharded over ranks, each rank has the logits of its part of the vocabulary, and three
+all-reduces of one number per token complete log-sum-exp and the label's logit.
 """
 
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.kernels.triton_runtime import runs_triton
-from meshwright.torch_private import is_fake
+from meshwright.torch_private import is_fake, resolve_process_group
 
 CHUNK_BYTES = 512 * 2**20
 """The most bytes of the logits of one chunk."""
@@ -31,17 +36,24 @@ def linear_cross_entropy(
     ignore_index: int,
     softcap: float | None = None,
     chunk_tokens: int | None = None,
+    first_row: int = 0,
+    group: str | None = None,
 ) -> Tensor:
     """Returns the sum of the cross-entropy losses of `softcap * tanh(hidden @ weight.T / softcap)`, without the cap if
-    it is None. Rows whose label is `ignore_index` count nothing. Under autocast, matrix products have its dtype.
+    it is None. Tokens whose label is `ignore_index` count nothing. Under autocast, matrix products have its dtype.
+
+    With `group`, the name of a process group, the weight is the shard that begins with the row `first_row` of a weight
+    whose rows are sharded over the group; every rank returns the loss, and its part of the gradient of the hidden
+    states.
     """
     device = hidden.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else hidden.dtype
     hidden, labels = hidden.reshape(-1, hidden.shape[-1]), labels.reshape(-1)
     chunk = chunk_tokens or default_chunk(len(hidden), len(weight), dtype.itemsize)
+    settings = dtype, ignore_index - first_row, softcap, chunk, group
+    labels = labels - first_row
     if not torch.is_grad_enabled() or not (hidden.requires_grad or weight.requires_grad):
-        return compute(hidden, weight, labels, dtype, ignore_index, softcap, chunk, False, False)[0]
-    settings = dtype, ignore_index, softcap, chunk
+        return compute(hidden, weight, labels, *settings, False, False)[0]
     return LinearCrossEntropy.apply(hidden, weight, labels, *settings)  # type: ignore[no-any-return, no-untyped-call]
 
 
@@ -69,9 +81,11 @@ class LinearCrossEntropy(torch.autograd.Function):
         ignore_index: int,
         softcap: float | None,
         chunk: int,
+        group: str | None,
     ) -> Tensor:
         needed = hidden.requires_grad, weight.requires_grad
-        loss, d_hidden, d_weight = compute(hidden, weight, labels, dtype, ignore_index, softcap, chunk, *needed)
+        settings = dtype, ignore_index, softcap, chunk, group
+        loss, d_hidden, d_weight = compute(hidden, weight, labels, *settings, *needed)
         ctx.save_for_backward(d_hidden, d_weight)
         ctx.dtypes, ctx.needed = (hidden.dtype, weight.dtype), needed
         return loss
@@ -82,7 +96,7 @@ class LinearCrossEntropy(torch.autograd.Function):
             scale(tensor, gradient, dtype) if needed else None
             for tensor, dtype, needed in zip(ctx.saved_tensors, ctx.dtypes, ctx.needed, strict=True)
         ]
-        return *scaled, None, None, None, None, None
+        return *scaled, None, None, None, None, None, None
 
 
 def compute(
@@ -93,6 +107,7 @@ def compute(
     ignore_index: int,
     softcap: float | None,
     chunk: int,
+    group: str | None,
     needs_hidden: bool,
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -100,7 +115,7 @@ def compute(
     torch.compile sees it as one operator.
     """
     function = compute_operator if torch.compiler.is_compiling() else compute_chunks
-    return function(hidden, weight, labels, dtype, ignore_index, softcap, chunk, needs_hidden, needs_weight)
+    return function(hidden, weight, labels, dtype, ignore_index, softcap, chunk, group, needs_hidden, needs_weight)
 
 
 @torch.no_grad()
@@ -112,12 +127,13 @@ def compute_chunks(
     ignore_index: int,
     softcap: float | None,
     chunk: int,
+    group: str | None,
     needs_hidden: bool,
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    tokens, vocab = len(hidden), len(weight)
+    tokens, vocab, gradient = len(hidden), len(weight), needs_hidden or needs_weight
     d_hidden, d_weight = empty_gradients(hidden, weight, dtype, needs_hidden, needs_weight)
-    losses = hidden.new_empty(tokens, dtype=at_least_float32(dtype))
+    log_sums, targets = hidden.new_empty(2, tokens, dtype=at_least_float32(dtype))
     with torch.autocast(hidden.device.type, enabled=False):
         hidden, weight = hidden.to(dtype), weight.to(dtype)
         buffer = hidden.new_empty(min(chunk, tokens), padded(vocab))
@@ -125,14 +141,28 @@ def compute_chunks(
             part = slice(start, min(start + chunk, tokens))
             logits = buffer[: part.stop - start, :vocab]
             torch.mm(hidden[part], weight.t(), out=logits)
-            cross_entropy_in_place(
-                logits, labels[part], losses[part], ignore_index, softcap, needs_hidden or needs_weight
-            )
+            rows = Rows(logits, labels[part], log_sums[part], targets[part], ignore_index, softcap)
+            if group is None:
+                rows.compute(statistics=True, gradient=gradient)
+            else:
+                rows.compute(statistics=True, gradient=False)
+                complete_statistics(log_sums[part], targets[part], resolve_process_group(group))
+                rows.compute(statistics=False, gradient=gradient)
             if needs_hidden:
                 torch.mm(logits, weight, out=d_hidden[part])
             if needs_weight:
                 add_product(d_weight, logits.t(), hidden[part], first=start == 0)
-    return losses.sum(), d_hidden, d_weight
+    return (log_sums - targets).where(labels != ignore_index, 0.0).sum(), d_hidden, d_weight
+
+
+def complete_statistics(log_sums: Tensor, targets: Tensor, group: dist.ProcessGroup) -> None:
+    """Combines the statistics of the ranks' parts of the vocabulary, in place."""
+    largest = log_sums.clone()
+    dist.all_reduce(largest, dist.ReduceOp.MAX, group=group)
+    log_sums.sub_(largest).exp_()
+    dist.all_reduce(log_sums, group=group)
+    log_sums.log_().add_(largest)
+    dist.all_reduce(targets, dist.ReduceOp.MAX, group=group)
 
 
 compute_operator = torch.library.custom_op(
@@ -140,7 +170,7 @@ compute_operator = torch.library.custom_op(
     compute_chunks,
     mutates_args=(),
     schema="(Tensor hidden, Tensor weight, Tensor labels, ScalarType dtype, int ignore_index, float? softcap, "
-    "int chunk, bool needs_hidden, bool needs_weight) -> (Tensor, Tensor, Tensor)",
+    "int chunk, str? group, bool needs_hidden, bool needs_weight) -> (Tensor, Tensor, Tensor)",
 )
 
 
@@ -153,6 +183,7 @@ def _(
     ignore_index: int,  # noqa: ARG001
     softcap: float | None,  # noqa: ARG001
     chunk: int,  # noqa: ARG001
+    group: str | None,  # noqa: ARG001
     needs_hidden: bool,
     needs_weight: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
@@ -182,34 +213,45 @@ def add_product(total: Tensor, left: Tensor, right: Tensor, *, first: bool) -> N
         torch.addmm(total, left.to(total.dtype), right.to(total.dtype), beta=beta, out=total)
 
 
-def cross_entropy_in_place(
-    logits: Tensor, labels: Tensor, losses: Tensor, ignore_index: int, softcap: float | None, gradient: bool
-) -> None:
-    """Writes the cross-entropy loss of every row, and with `gradient` replaces the logits by their gradient."""
-    if not runs_triton(logits.device) or logits.dtype == torch.float64:
-        torch_cross_entropy_in_place(logits, labels, losses, ignore_index, softcap, gradient)
-    elif not is_fake(logits):
-        from meshwright.kernels.cross_entropy_kernel import launch
+@dataclass(frozen=True)
+class Rows:
+    """Rows of logits and what is computed of them."""
 
-        launch(logits, labels, losses, ignore_index, softcap, gradient)
+    logits: Tensor
+    labels: Tensor
+    log_sums: Tensor
+    """log-sum-exp of every row"""
+    targets: Tensor
+    """the logit of every row's label; -inf if the label is outside of the vocabulary, so that the loss is not finite"""
+    ignore_index: int
+    softcap: float | None
 
+    def compute(self, *, statistics: bool, gradient: bool) -> None:
+        """Computes `log_sums` and `targets`, and with `gradient` replaces the logits by the gradient of the loss."""
+        if not runs_triton(self.logits.device) or self.logits.dtype == torch.float64:
+            self.compute_by_torch(statistics=statistics, gradient=gradient)
+        elif (statistics or gradient) and not is_fake(self.logits):
+            from meshwright.kernels.cross_entropy_kernel import launch
 
-def torch_cross_entropy_in_place(
-    logits: Tensor, labels: Tensor, losses: Tensor, ignore_index: int, softcap: float | None, gradient: bool
-) -> None:
-    """The torch function of the kernel."""
-    wide = logits.to(losses.dtype)
-    capped = wide if softcap is None else softcap * (wide / softcap).tanh()
-    log_sum = capped.logsumexp(-1, keepdim=True)
-    valid = (labels != ignore_index)[:, None]
-    index = labels[:, None].where(valid, 0)
-    losses.copy_((log_sum - capped.gather(1, index)).where(valid, 0.0)[:, 0])
-    if not gradient:
-        return
-    slope = 1.0 if softcap is None else 1.0 - (capped / softcap) ** 2
-    probability = (capped - log_sum).exp_()
-    probability.scatter_(1, index, probability.gather(1, index) - 1.0)
-    logits.copy_((probability * slope).where(valid, 0.0))
+            columns = self.logits, self.labels, self.log_sums, self.targets
+            launch(*columns, self.ignore_index, self.softcap, statistics=statistics, gradient=gradient)
+
+    def compute_by_torch(self, *, statistics: bool, gradient: bool) -> None:
+        """The torch function of the kernel."""
+        wide, cap = self.logits.to(self.log_sums.dtype), self.softcap
+        capped = wide if cap is None else cap * (wide / cap).tanh()
+        valid = (self.labels != self.ignore_index)[:, None]
+        inside = (self.labels >= 0)[:, None] & (self.labels < capped.shape[1])[:, None]
+        index = self.labels[:, None].where(inside, 0)
+        if statistics:
+            self.log_sums.copy_(capped.logsumexp(-1).where(valid[:, 0], 0.0))
+            self.targets.copy_(capped.gather(1, index).where(inside, -math.inf).where(valid, 0.0)[:, 0])
+        if gradient:
+            slope = 1.0 if cap is None else 1.0 - (capped / cap) ** 2
+            probability = (capped - self.log_sums[:, None]).exp_()
+            of_label = probability.gather(1, index)
+            probability.scatter_(1, index, torch.where(inside, of_label - 1.0, of_label))
+            self.logits.copy_((probability * slope).where(valid, 0.0))
 
 
 def scale(tensor: Tensor, factor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -17,11 +17,13 @@ def cross_entropy_rows(
     logits,
     stride,
     labels,
-    losses,
+    log_sums,
+    targets,
     vocab,
     ignore_index,
     softcap,
     CAPPED: tl.constexpr,
+    STATISTICS: tl.constexpr,
     GRADIENT: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
@@ -31,32 +33,37 @@ def cross_entropy_rows(
     label = tl.load(labels + row)
     lane = tl.arange(0, BLOCK)
     if label == ignore_index:
-        tl.store(losses + row, 0.0)
+        if STATISTICS:
+            tl.store(log_sums + row, 0.0)
+            tl.store(targets + row, 0.0)
         if GRADIENT:
             for start in range(0, vocab, BLOCK):
                 index = start + lane
                 tl.store(logits + index, tl.zeros([BLOCK], tl.float32).to(logits.dtype.element_ty), mask=index < vocab)
     else:
-        # every lane keeps the maximum of its logits and the sum of exp(logit - maximum)
-        maximum = tl.full([BLOCK], -1e30, tl.float32)
-        total = tl.zeros([BLOCK], tl.float32)
-        for start in range(0, vocab, BLOCK):
-            index = start + lane
-            x = tl.load(logits + index, mask=index < vocab, other=float("-inf")).to(tl.float32)
+        if STATISTICS:
+            # every lane keeps the maximum of its logits and the sum of exp(logit - maximum)
+            maximum = tl.full([BLOCK], -1e30, tl.float32)
+            total = tl.zeros([BLOCK], tl.float32)
+            for start in range(0, vocab, BLOCK):
+                index = start + lane
+                x = tl.load(logits + index, mask=index < vocab, other=float("-inf")).to(tl.float32)
+                if CAPPED:
+                    x = tl.where(index < vocab, softcap - 2.0 * softcap / (tl.exp(2.0 * x / softcap) + 1.0), x)
+                above = x - maximum
+                ratio = tl.exp(-tl.abs(above))
+                total = tl.where(above > 0, total * ratio + 1.0, total + ratio)
+                maximum = tl.maximum(maximum, x)
+            largest = tl.max(maximum, 0)
+            log_sum = largest + tl.log(tl.sum(total * tl.exp(maximum - largest), 0))
+            tl.store(log_sums + row, log_sum)
+            inside = (label >= 0) & (label < vocab)
+            target = tl.load(logits + label, mask=inside, other=0.0).to(tl.float32)
             if CAPPED:
-                x = tl.where(index < vocab, softcap - 2.0 * softcap / (tl.exp(2.0 * x / softcap) + 1.0), x)
-            above = x - maximum
-            ratio = tl.exp(-tl.abs(above))
-            total = tl.where(above > 0, total * ratio + 1.0, total + ratio)
-            maximum = tl.maximum(maximum, x)
-        largest = tl.max(maximum, 0)
-        log_sum = largest + tl.log(tl.sum(total * tl.exp(maximum - largest), 0))
-        # a label outside of the vocabulary makes the loss NaN, which the step reports
-        inside = (label >= 0) & (label < vocab)
-        target = tl.load(logits + label, mask=inside, other=float("nan")).to(tl.float32)
-        if CAPPED:
-            target = softcap - 2.0 * softcap / (tl.exp(2.0 * target / softcap) + 1.0)
-        tl.store(losses + row, log_sum - target)
+                target = softcap - 2.0 * softcap / (tl.exp(2.0 * target / softcap) + 1.0)
+            tl.store(targets + row, tl.where(inside, target, float("-inf")))
+        else:
+            log_sum = tl.load(log_sums + row)
         if GRADIENT:
             tl.debug_barrier()  # every thread has read the target before one overwrites it
             for start in range(0, vocab, BLOCK):
@@ -72,18 +79,28 @@ def cross_entropy_rows(
 
 
 def launch(
-    logits: Tensor, labels: Tensor, losses: Tensor, ignore_index: int, softcap: float | None, gradient: bool
+    logits: Tensor,
+    labels: Tensor,
+    log_sums: Tensor,
+    targets: Tensor,
+    ignore_index: int,
+    softcap: float | None,
+    *,
+    statistics: bool,
+    gradient: bool,
 ) -> None:
-    """Writes the loss of every row, and with `gradient` the gradient over the logits."""
+    """Computes the statistics of every row of logits, or its gradient from statistics, or both."""
     cross_entropy_rows[(len(logits),)](
         logits,
         logits.stride(0),
         labels,
-        losses,
+        log_sums,
+        targets,
         logits.shape[1],
         ignore_index,
         softcap or 1.0,
         CAPPED=softcap is not None,
+        STATISTICS=statistics,
         GRADIENT=gradient,
         BLOCK=BLOCK,
         num_warps=8,

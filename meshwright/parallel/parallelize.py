@@ -120,7 +120,7 @@ class AxisOrder:
 
     def __call__(self, model: nn.Module, spec: ParallelSpec) -> ParallelModel:
         config, meshes = self.config, self.meshes
-        if config.kernels.loss == "fused" and self.layout.tensor == 1:
+        if config.kernels.loss == "fused":
             use_fused_loss(model)
         if config.precision.float8:
             require_float8(self.world.device)

@@ -25,7 +25,10 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 
+from meshwright.config import IGNORE_INDEX
 from meshwright.errors import ConfigError
+from meshwright.kernels.cross_entropy import linear_cross_entropy
+from meshwright.models.layers.loss import HeadLoss, valid_tokens
 from meshwright.models.spec import ModelSpec
 from meshwright.parallel.float8 import linear
 from meshwright.parallel.parallel_spec import ParallelSpec, parameter_owners, require_modules
@@ -149,7 +152,19 @@ class VocabParallelHead(GatherSequence):
     def _apply(self, module: nn.Module, device_mesh: DeviceMesh) -> nn.Module:
         shard_rows(module, device_mesh)
         module.register_forward_hook(self.to_local_loss)
+        if isinstance(module, HeadLoss) and module.fused:
+            setattr(module, "forward", partial(self.fused_loss, module, device_mesh))  # noqa: B010
         return super()._apply(module, device_mesh)
+
+    @staticmethod
+    def fused_loss(module: HeadLoss, mesh: DeviceMesh, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
+        weight: Tensor = module.weight
+        assert isinstance(hidden, DTensor)
+        assert isinstance(weight, DTensor)
+        hidden, weight = hidden.to_local(grad_placements=[Partial()]), weight.to_local()
+        first, group = len(weight) * mesh.get_local_rank(), mesh.get_group().group_name
+        total = linear_cross_entropy(hidden, weight, labels, IGNORE_INDEX, module.cap, first_row=first, group=group)
+        return total, valid_tokens(labels)
 
     @staticmethod
     def to_local_loss(_module: nn.Module, _inputs: Any, outputs: tuple[Tensor, Tensor]) -> tuple[Tensor, Tensor]:

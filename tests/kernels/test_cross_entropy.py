@@ -56,6 +56,12 @@ def test_labels_that_are_all_ignored_give_a_loss_and_gradients_of_zero():
     assert not weight.grad.any()
 
 
+def test_a_label_outside_of_the_vocabulary_gives_a_loss_that_is_not_finite():
+    hidden, weight, labels = inputs()
+    labels[0, 0] = VOCAB
+    assert not linear_cross_entropy(hidden, weight, labels, IGNORE_INDEX).isfinite()
+
+
 def test_a_frozen_weight_gets_no_gradient():
     hidden, weight, labels = inputs()
     linear_cross_entropy(hidden, weight.requires_grad_(False), labels, IGNORE_INDEX).backward()
@@ -126,24 +132,20 @@ def test_compiled_it_is_one_graph_with_the_same_gradients():
 
 INTERPRETED = """
 import torch
-from meshwright.kernels.cross_entropy import torch_cross_entropy_in_place
-from meshwright.kernels.cross_entropy_kernel import launch
+from meshwright.kernels.cross_entropy import Rows
 
 for dtype, cap, vocab in [(torch.float32, None, 5000), (torch.float32, 3.0, 70), (torch.bfloat16, None, 70)]:
     generator = torch.Generator().manual_seed(0)
-    logits = (4 * torch.randn(6, vocab, generator=generator)).to(dtype)
-    labels = torch.tensor([0, vocab - 1, -100, 5, 9, -100])
-    for gradient in (True, False):
-        one, other = torch.zeros(6, vocab + 3, dtype=dtype)[:, :vocab].copy_(logits), logits.clone()
-        losses, expected = torch.empty(6), torch.empty(6)
-        launch(one, labels, losses, -100, cap, gradient)
-        torch_cross_entropy_in_place(other, labels, expected, -100, cap, gradient)
-        torch.testing.assert_close(losses, expected)
-        torch.testing.assert_close(one, other)
-
-losses = torch.empty(3)
-launch(torch.zeros(3, 5), torch.tensor([5, 4, -1]), losses, -100, None, False)
-assert losses.isnan().tolist() == [True, False, True]  # labels outside of the vocabulary
+    logits = (4 * torch.randn(8, vocab, generator=generator)).to(dtype)
+    labels = torch.tensor([0, vocab - 1, -100, 5, 9, -100, vocab, -1])  # the last two are outside of the vocabulary
+    for modes in ([(True, True)], [(True, False)], [(True, False), (False, True)]):
+        padded = torch.zeros(8, vocab + 3, dtype=dtype)[:, :vocab].copy_(logits)
+        by_triton, by_torch = (Rows(x, labels, *torch.empty(2, 8), -100, cap) for x in (padded, logits.clone()))
+        for statistics, gradient in modes:
+            by_triton.compute(statistics=statistics, gradient=gradient)
+            by_torch.compute_by_torch(statistics=statistics, gradient=gradient)
+        for name in ("logits", "log_sums", "targets"):
+            torch.testing.assert_close(getattr(by_triton, name), getattr(by_torch, name))
 """
 
 

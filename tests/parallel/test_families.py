@@ -61,11 +61,13 @@ FAMILIES = {
 LAYOUTS = {
     "DDP": ["--layout.replicate=4"],
     "ZeRO-3": ["--layout.replicate=4", "--layout.shard=parameters", "--activation_checkpoint.mode=selective"],
-    "HSDP": ["--layout.replicate=2", "--layout.shard=parameters", "--layout.shard_degree=2"],
+    "HSDP": ["--layout.replicate=2", "--layout.shard=parameters", "--layout.shard_degree=2", "--kernels.loss=fused"],
     "ZeRO-2 x tensor": ["--layout.replicate=2", "--layout.tensor=2", "--layout.shard=gradients"],
-    "context x tensor": ["--layout.context=2", "--layout.tensor=2"],
+    "context x tensor": ["--layout.context=2", "--layout.tensor=2", "--kernels.loss=fused"],
     "ZeRO-1 x context": ["--layout.replicate=2", "--layout.shard=optimizer", "--layout.context=2"],
-    "pipeline x tensor": ["--layout.pipeline=2", "--layout.tensor=2", "--activation_checkpoint.mode=full"],
+    "pipeline x tensor": [
+        *["--layout.pipeline=2", "--layout.tensor=2", "--activation_checkpoint.mode=full", "--kernels.loss=fused"]
+    ],
     "pipeline x context": ["--layout.pipeline=2", "--layout.context=2", "--pipeline.schedule=interleaved"],
 }
 
