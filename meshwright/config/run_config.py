@@ -70,7 +70,9 @@ class PrecisionConfig:
     scale_interval: PositiveInt = 1000
     """fp16: finite steps in a row after which the loss scale is doubled"""
     deterministic: bool | None = None
-    """use deterministic algorithms; unset: true on CPU, where they cost nothing, and false on CUDA, where they do"""
+    """use deterministic algorithms: equal runs and resumes are bitwise equal, and an operator without a deterministic
+    implementation is an error; unset: true on CPU, where they cost nothing, and false on CUDA, where they do
+    """
 
 
 @dataclass(frozen=True)
