@@ -126,8 +126,8 @@ class ActivationCheckpointConfig:
     """Activation checkpointing: backward recomputes activations instead of reading them from memory."""
 
     mode: Annotated[Literal["none", "full", "selective"], PLACEMENT] = "none"
-    """full recomputes every block; selective recomputes everything in a block except matmuls, attention
-    and reduce-scatters
+    """full recomputes every block; selective recomputes everything in a block except attention, reduce-scatters and
+    half of the results of matmuls
     """
     segment: Annotated[Degree, PLACEMENT] = 1
     """with mode = full: number of consecutive blocks that are recomputed together; peak memory is lowest near

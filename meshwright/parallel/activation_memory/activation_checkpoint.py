@@ -19,25 +19,21 @@ from meshwright.models.layers.rotary import RotaryTables
 from meshwright.parallel.parallel_spec import ParallelSpec, find_blocks
 from meshwright.parallel.pipeline_parallel.stand_ins import StandIn
 
-SAVED_OPS = (
-    "mm",
-    "bmm",
-    "addmm",
-    "linear",
-    "_grouped_mm",
-    "_scaled_mm",
+MATMULS = ("mm", "bmm", "addmm", "linear", "_grouped_mm", "_scaled_mm")
+"""Matrix products. Those with the inputs of a block are equally expensive to compute per byte of their result, so which
+of them are saved does not matter, only how many.
+"""
+ATTENTION = (
     "_scaled_dot_product_flash_attention",
     "_scaled_dot_product_flash_attention_for_cpu",
     "_scaled_dot_product_efficient_attention",
     "_scaled_dot_product_cudnn_attention",
     "_scaled_dot_product_fused_attention_overrideable",
 )
-"""The operators whose results selective checkpointing saves: matrix products and attention, which are expensive to
-compute and no larger than other activations.
-"""
+"""Attention, which is the most expensive to compute per byte of its result."""
 OTHER_SAVED_OPS = ("attention", "reduce_scatter_tensor")
-"""The same of operators outside of torch's own: attention by chunks, and reduce-scatter, whose results are expensive to
-communicate and smaller.
+"""Operators outside of torch's own whose results are saved: attention by chunks, and reduce-scatter, whose results are
+expensive to communicate and small.
 """
 
 
@@ -60,8 +56,8 @@ def apply_activation_checkpointing(model: nn.Module, spec: ParallelSpec, config:
 
 def checkpoint_block(block: nn.Module, mode: Literal["full", "selective"]) -> None:
     """Wraps the forward of the module, so that parameter names stay and hooks of other axes run once, around it."""
-    context: dict[str, Any] = {"context_fn": partial(create_selective_checkpoint_contexts, selective_policy)}
-    block.forward = partial(checkpoint, block.forward, use_reentrant=False, **(context if mode == "selective" else {}))
+    context: dict[str, Any] = {"context_fn": selective_contexts} if mode == "selective" else {}
+    block.forward = partial(checkpoint, block.forward, use_reentrant=False, **context)
 
 
 RECOMPUTING: list[None] = []
@@ -78,12 +74,43 @@ def recompute_all() -> Iterator[None]:
         RECOMPUTING.pop()
 
 
-def selective_policy(_context: Any, operation: Any, *_args: Any, **_kwargs: Any) -> CheckpointPolicy:
-    if RECOMPUTING:
-        return CheckpointPolicy.PREFER_RECOMPUTE
-    name = operation.__name__.partition(".")[0]
-    saved = name in SAVED_OPS if operation.namespace == "aten" else name in OTHER_SAVED_OPS
-    return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+def selective_contexts() -> tuple[Any, Any]:
+    """The contexts of one forward pass of a block and of its recomputation."""
+    return create_selective_checkpoint_contexts(SelectivePolicy())  # type: ignore[no-any-return]
+
+
+class SelectivePolicy:
+    """What selective checkpointing saves of one forward pass: attention, and half of the results of matrix products.
+
+    A matrix product is saved if fewer elements of them have been saved than left out before it. So the first one is
+    recomputed, and of a gated feed-forward the second one is saved; the last one of a block, which backward does not
+    need, is not. Recomputation decides as the forward pass did, since it runs the same operators in the same order.
+    """
+
+    def __init__(self) -> None:
+        self.excess = {False: 0, True: 0}
+        """elements of matrix products that are saved, less those that are recomputed; of forward, of recomputation"""
+
+    def __call__(self, context: Any, operation: Any, *args: Any, **_kwargs: Any) -> CheckpointPolicy:
+        if RECOMPUTING:
+            return CheckpointPolicy.PREFER_RECOMPUTE
+        name = operation.__name__.partition(".")[0]
+        if operation.namespace != "aten":
+            saved = name in OTHER_SAVED_OPS
+        elif name in MATMULS:
+            saved = self.excess[context.is_recompute] < 0
+            size = result_size(name, args)
+            self.excess[context.is_recompute] += size if saved else -size
+        else:
+            saved = name in ATTENTION
+        return CheckpointPolicy.MUST_SAVE if saved else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+def result_size(name: str, args: tuple[Any, ...]) -> int:
+    """The number of elements of a matrix product."""
+    left, right = args[1:3] if name == "addmm" else args[:2]
+    columns = right.shape[0] if name == "linear" else right.shape[-1]
+    return int(left.numel() // left.shape[-1] * columns)
 
 
 class CheckpointedBlockStack(BlockStack):

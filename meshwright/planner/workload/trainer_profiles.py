@@ -30,6 +30,7 @@ def gpu_trainer(name: str, **fields: Any) -> TrainerProfile:
 MESHWRIGHT = gpu_trainer(
     "meshwright",
     allocator_slack=0.05,
+    selective_policy="alternate_matmuls",
     residual_traffic_bytes=80,
     ffn_traffic_bytes=12,
     loss_traffic_bytes=60,
