@@ -17,6 +17,7 @@ from meshwright.models.layers.block_stack import BlockStack
 from meshwright.models.layers.decoder import LanguageModel
 from meshwright.models.layers.feed_forward import FeedForward
 from meshwright.models.layers.loss import HeadLoss
+from meshwright.models.layers.projections import project
 from meshwright.models.layers.rotary import RotaryEmbedding, RotaryTables, apply_rotary
 
 
@@ -50,7 +51,9 @@ class Gemma2Attention(nn.Module):
     def forward(self, x: Tensor, rotary: RotaryTables) -> Tensor:
         batch, sequence, _ = x.shape
         # -1 instead of the number of heads: a tensor-parallel rank has a subset of the heads
-        q, k, v = (p(x).view(batch, sequence, -1, self.head_size).transpose(1, 2) for p in (self.q, self.k, self.v))
+        q, k, v = (
+            p.view(batch, sequence, -1, self.head_size).transpose(1, 2) for p in project(x, (self.q, self.k, self.v))
+        )
         mixed = self.core(apply_rotary(q, rotary), apply_rotary(k, rotary), v, rotary.documents)
         return self.out(mixed.transpose(1, 2).reshape(batch, sequence, -1))  # type: ignore[no-any-return]
 

@@ -17,6 +17,7 @@ from meshwright.models.layers.experts import Experts
 from meshwright.models.layers.feed_forward import FeedForward
 from meshwright.models.layers.loss import HeadLoss
 from meshwright.models.layers.norm import RMSNorm
+from meshwright.models.layers.projections import project
 from meshwright.models.layers.rotary import RotaryEmbedding, RotaryTables, apply_rotary
 
 
@@ -41,7 +42,7 @@ class Attention(nn.Module):
     def forward(self, x: Tensor, rotary: RotaryTables) -> Tensor:
         batch, sequence, _ = x.shape
         # -1 instead of the number of heads: a tensor-parallel rank has a subset of the heads
-        q, k, v = (p(x).view(batch, sequence, -1, self.head_size) for p in (self.q, self.k, self.v))
+        q, k, v = (p.view(batch, sequence, -1, self.head_size) for p in project(x, (self.q, self.k, self.v)))
         q, k = self.q_norm(q).transpose(1, 2), self.k_norm(k).transpose(1, 2)
         mixed = self.core(apply_rotary(q, rotary), apply_rotary(k, rotary), v.transpose(1, 2), rotary.documents)
         return self.out(mixed.transpose(1, 2).reshape(batch, sequence, -1))  # type: ignore[no-any-return]
