@@ -24,6 +24,7 @@ from torch.distributed import _functional_collectives
 from torch.distributed.distributed_c10d import _resolve_process_group
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.pipelining import PipelineStage, schedules
+from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, _sdpa_kernel
 from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
@@ -59,6 +60,16 @@ cpu_flash_attention_backward = torch.ops.aten._scaled_dot_product_flash_attentio
 varlen_flash_attention = torch.ops.aten._flash_attention_forward
 varlen_flash_attention_backward = torch.ops.aten._flash_attention_backward
 """The operators behind scaled_dot_product_attention, which also return the log-sum-exp of every query."""
+
+
+def use_attention_backends(backends: list[SDPBackend]) -> list[SDPBackend]:
+    """Sets the order in which scaled_dot_product_attention tries its backends in this process, and returns the order
+    before. The cache of compiled code does not know the order, so it gets a key of its own.
+    """
+    before: list[SDPBackend] = _cur_sdpa_kernel_backends(with_priority=True)
+    _sdpa_kernel(list(dict.fromkeys(backends)), set_priority=True)
+    torch.compiler.config.cache_key_tag = f"attention {' '.join(backend.name for backend in backends)}"
+    return before
 
 
 def default_compile_cache() -> str:

@@ -82,6 +82,7 @@ FIELDS: dict[str, dict[str, Callable[[Any], Any]]] = {
     "restored": {"step": integer, "checkpoint": text, "seconds": finite_number, "changes": texts},
     "extended": {"step": integer, "steps_before": integer, "steps": integer},
     "code_changed": {"step": integer, "changes": texts},
+    "choices": {"summary": text},
     "unfused_loss": {"reason": text},
     "damaged": {"checkpoint": text, "damage": damage},
     "experts": {"step": integer, "loads": matrix, "dropped": vector},

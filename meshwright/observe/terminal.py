@@ -106,6 +106,9 @@ class Terminal:
     def _code_changed(self, event: Event) -> None:
         self.print_step(event, f"the run continues with other code: {'; '.join(event['changes'])}", "yellow")
 
+    def _choices(self, event: Event) -> None:
+        self.print(event["summary"], "dim")
+
     def _unfused_loss(self, event: Event) -> None:
         self.print(f"the loss keeps the logits of the whole batch: {event['reason']}", "yellow")
 

@@ -33,8 +33,16 @@ def apply_compile(
     set_recompile_limit(RECOMPILE_LIMIT)
     use_compile_cache()
     backend = "inductor" if memory_budget is None else inductor_with_memory_budget(memory_budget)
-    for module in (*find_blocks(model, spec), *((model,) if scope == "model" else ())):
-        module.forward = torch.compile(module.forward, backend=backend)
+    for block in find_blocks(model, spec):
+        block.forward = torch.compile(block.forward, backend=backend)
+    if scope == "model":
+        compile_whole(model, memory_budget)
+
+
+def compile_whole(model: nn.Module, memory_budget: float | None = None) -> None:
+    """Compiles the forward of the whole model."""
+    backend = "inductor" if memory_budget is None else inductor_with_memory_budget(memory_budget)
+    model.forward = torch.compile(model.forward, backend=backend)
 
 
 def use_compile_cache() -> None:

@@ -20,6 +20,7 @@ EVENT_KINDS = (
     "start",
     "restored",
     "code_changed",
+    "choices",
     "unfused_loss",
     "extended",
     "damaged",

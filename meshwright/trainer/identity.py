@@ -86,6 +86,7 @@ def check_run_folder(
         "forked_by": 0,
         "extensions": [],
         "code_changes": [],
+        "choices": {},
     }
     if not os.path.lexists(folder.identity_file):
         return record | lineage
@@ -143,7 +144,7 @@ def read_identity(folder: RunFolder) -> dict[str, Any]:
     """Reads identity.json as an untrusted file: what decides about a resume has the types that a run writes."""
     record = read_json(folder.identity_file)
     types = {"identity": dict, "run": str, "timeline": int, "until": dict, "forked_by": int, "extensions": list}
-    types |= {"code_changes": list}
+    types |= {"code_changes": list, "choices": dict}
     if not isinstance(record, dict) or "identity" not in record:
         found = "it is not an object with the key identity"
     elif wrong := [key for key, kind in types.items() if key in record and type(record[key]) is not kind]:

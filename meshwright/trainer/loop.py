@@ -32,6 +32,7 @@ from meshwright.trainer.callbacks.callback import RunContext, StopRequested
 from meshwright.trainer.callbacks.dispatcher import CallbackDispatcher
 from meshwright.trainer.custom_model import copy_trained_weights
 from meshwright.trainer.evaluate import Evaluation
+from meshwright.trainer.first_batch.choices import make_choices
 from meshwright.trainer.first_batch.fused_head_check import verify_fused_head
 from meshwright.trainer.identity import build_identity, check_run_folder, write_run_folder
 from meshwright.trainer.job import Job
@@ -126,6 +127,10 @@ class Training:
             head = verify_fused_head(self.parallel_model, world, loader.first, self.precision.autocast)
             if head is not None and not head.enabled:
                 self.log.write("unfused_loss", reason=head.problem)
+            choices = make_choices(job, self.step, self.identity, loader.first)
+            self.resume.made_by |= choices.to_record()
+            if world.device.type == "cuda":
+                self.log.write("choices", **choices.to_json())
             self.step.check_context(loader.first)
             self.step.warmup_backward(loader.first)
 

@@ -32,6 +32,8 @@ DEFAULTS: dict[str, Any] = dict.fromkeys(ALL_AXES, 1) | {
     "weights": "fp32",
     "residual": "fp32",
     "loss": "torch",
+    "attention": None,
+    "scope": None,
     "offload": False,
 }
 """The values for keys that a manifest of an older version lacks."""

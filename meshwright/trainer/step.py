@@ -286,15 +286,20 @@ class Step:
     def warmup_backward(self, first: Callable[[], MicroBatch]) -> None:
         """Runs the warm-up backward of models that need one (DDP) and discards what it leaves behind."""
         self.world.heartbeat.enter("warmup")
+        self.parallel_model.warmup_backward(lambda: self.load_first(first), self.precision.autocast)
+        self.discard_pass()
 
-        def load_inputs() -> tuple[Tensor, ...] | None:
-            batch = first()
-            if not all(row[0] for row in self.world.all_gather_ints(bool(batch.tensors), name="warm-up backward")):
-                return None  # a sample cannot be decoded: the first step reports it
-            self._seed(0)
-            return tuple(map(self.world.to_device, self.parallel_model.shard_inputs(batch.tensors)))
+    def load_first(self, first: Callable[[], MicroBatch]) -> tuple[Tensor, ...] | None:
+        """The first micro-batch on the device; None if a rank cannot decode it, which the first step reports."""
+        self.world.heartbeat.enter("warmup")
+        batch = first()
+        if not all(row[0] for row in self.world.all_gather_ints(bool(batch.tensors), name="warm-up backward")):
+            return None
+        self._seed(0)
+        return tuple(map(self.world.to_device, self.parallel_model.shard_inputs(batch.tensors)))
 
-        self.parallel_model.warmup_backward(load_inputs, self.precision.autocast)
+    def discard_pass(self) -> None:
+        """Discards what a pass that belongs to no step has left behind."""
         self.optimizer.zero_grad()
         self.expert_balancer.discard_loads()
         self.parallel_model.pop_gradient_reduction()
