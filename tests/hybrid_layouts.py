@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from meshwright.config import RunConfig, load_config
+from small_run import load_cpu_config
+
+from meshwright.config import RunConfig
 from meshwright.planner.hardware.cluster import Cluster, Device, Link
 from meshwright.topology.schedules import SCHEDULES
 
@@ -123,4 +125,6 @@ def balanced_config(row: str) -> RunConfig:
     )
     accumulation = int(accumulation_setting) if accumulation_setting else 2 * pipeline if pipeline > 1 else 2
     batch = [f"--batch.micro={MICRO}", f"--batch.global={data * accumulation * MICRO}"]
-    return load_config(overrides=[*shape, *given, *batch, "--data.sequence=128", f"--precision.compute={precision}"])
+    return load_cpu_config(
+        overrides=[*shape, *given, *batch, "--data.sequence=128", f"--precision.compute={precision}"]
+    )

@@ -11,6 +11,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from meshwright.config import BatchConfig, EvalConfig, LaunchConfig, LayoutConfig, RunConfig
+from meshwright.config.device_defaults import with_device_defaults
 from meshwright.data.loader import Loader
 from meshwright.data.sample_lookup import build_stream
 from meshwright.data.source import ConcatenatedSource, IndexableSource
@@ -182,13 +183,14 @@ def sources(name: str) -> list[Any]:
 def config_for(ranks: int = 2, micro: int = 4, accumulation: int = 1, **layout: Any) -> RunConfig:
     layout_config = LayoutConfig(**({"replicate": ranks} | layout))
     others = layout_config.tensor * layout_config.pipeline * layout_config.context
-    return RunConfig(
+    config = RunConfig(
         steps=4,
         batch=BatchConfig(global_=micro * accumulation * ranks // others, micro=micro),
         eval=EvalConfig(holdout=0.0),
         layout=layout_config,
         launch=LaunchConfig(device="cpu"),
     )
+    return with_device_defaults(config, "cpu")
 
 
 def count_real_step(world: Any, config: RunConfig, name: str) -> Any:

@@ -23,9 +23,14 @@ SMALL = [
 ]
 
 
+def load_cpu_config(*args: Any, **options: Any) -> RunConfig:
+    """Loads a config as `load_config` does, with the defaults of a CPU."""
+    return with_device_defaults(load_config(*args, **options), "cpu")
+
+
 def small_config(*overrides: str, steps: int = 6, ranks: int | None = 2) -> RunConfig:
     """The config has the defaults of a CPU."""
-    return with_device_defaults(load_config(overrides=[*SMALL, *overrides], steps=steps, ranks=ranks), "cpu")
+    return load_cpu_config(overrides=[*SMALL, *overrides], steps=steps, ranks=ranks)
 
 
 def step_records(folder: Path, rank: int = 0) -> dict[int, dict[str, Any]]:

@@ -131,9 +131,8 @@ def test_loss_without_a_model_raises_config_error(tmp_path):
 TWICE = """
 import sys
 from meshwright import train
-from meshwright.config import load_config
 for name in ("one", "two"):
-    config = load_config(steps=2, ranks=2, overrides=["--model.layers=1", "--data.kind=synthetic"])
+    config = load_cpu_config(steps=2, ranks=2, overrides=["--model.layers=1", "--data.kind=synthetic"])
     train(config, run=name, quiet=True)
 """
 
@@ -196,9 +195,8 @@ def test_second_ctrl_c_kills_the_ranks_and_their_data_loader_workers(tmp_path):
 
 INTERRUPTED = """
 from meshwright import train
-from meshwright.config import load_config
 settings = ["model.layers=1", "model.width=32", "model.ffn=32", "data.kind=synthetic", "data.sequence=16"]
-train(load_config(steps=100000, ranks=2, overrides=[*settings, "launch.device=cpu"]), run="run", quiet=True)
+train(load_cpu_config(steps=100000, ranks=2, overrides=[*settings, "launch.device=cpu"]), run="run", quiet=True)
 """
 
 

@@ -83,7 +83,7 @@ def plan(
     assert not isinstance(model, str | Path | RunConfig)
     user = UserCode(model, loss, source, parallel_spec, collate, reduction=reduction, init=init)
     with errors_for_python():
-        workload = plan_workload(config, user, overrides, batch, sequence, precision)
+        workload = plan_workload(config, user, cluster, overrides, batch, sequence, precision)
         return plan_run(workload, cluster, ranks, choice, top, scale, critical_batch, plan_file)
 
 
@@ -116,12 +116,15 @@ def plan_run(
 def plan_workload(
     config: str | Path | RunConfig | None,
     user: UserCode,
+    cluster: str,
     overrides: Sequence[str] = (),
     batch: int | None = None,
     sequence: int | None = None,
     precision: str | None = None,
 ) -> Workload:
-    """Describes what is to be planned: the model of a config or of a name, or the user's model with that config."""
+    """Describes what is to be planned: the model of a config or of a name, or the user's model with that config, which
+    is traced in the precision that it has on the cluster.
+    """
     from meshwright.planner.workload.workload_args import build_workload, split_overrides, workload_from_config
 
     if user.model is None:
@@ -148,12 +151,15 @@ def plan_workload(
         return workload_from_config(config, overrides)
     if sequence is not None:
         raise ConfigError("the sequence length of a custom model is that of its data", "try it without --sequence")
+    from meshwright.config.device_defaults import with_device_defaults
     from meshwright.launch.user_code.make_custom_model import open_model_shapes
+    from meshwright.planner.hardware.resolve_cluster import resolve_cluster
     from meshwright.trainer.records.trace_custom_model import trace_workload
 
     config, custom, sources = open_model_shapes(config, user)
     assert custom is not None
-    return workload_from_config(config, overrides, trace_workload(custom, config, sources))
+    on_device = with_device_defaults(config, resolve_cluster(cluster).device_type, own_model=True)
+    return workload_from_config(config, overrides, trace_workload(custom, on_device, sources))
 
 
 def simulate(

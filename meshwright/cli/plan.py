@@ -76,7 +76,7 @@ def plan(
     for path, argument in written:
         if path is not None:
             output_file(path, argument)
-    workload = plan_workload(config, load_user_code(entry_points), overrides, batch, sequence, precision)
+    workload = plan_workload(config, load_user_code(entry_points), cluster, overrides, batch, sequence, precision)
     choice = explain[0] if explain else 1
     result = plan_run(workload, cluster, ranks, choice, top, scale, critical_batch, str(out or "PLAN.toml"))
     if out is not None:

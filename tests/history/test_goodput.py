@@ -172,8 +172,7 @@ def test_skipped_steps_and_counted_steps_have_their_own_parts(run):
 
 
 def test_compilation_is_separated_from_start_and_first_step(run):
-    (run.root / "run.toml").write_text("steps = 100\n[compile]\nenabled = true\n")
-    run.start(seconds=5.0)
+    run.start(seconds=5.0, compile=True)
     for step in range(5):
         slow = {rank: {"forward": 2.03} for rank in (0, 1)} if step == 0 else None
         run.step(step, own=slow, **({"outside": {"start": 2.0, "warmup": 3.0}} if step == 0 else {}))

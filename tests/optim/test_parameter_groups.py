@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from small_run import load_cpu_config
 from torch import nn
 
 from meshwright.config import (
@@ -15,7 +16,6 @@ from meshwright.config import (
     ParameterGroupConfig,
     config_from_dict,
     identity,
-    load_config,
 )
 from meshwright.config.reader import config_to_toml
 from meshwright.errors import ConfigError
@@ -91,14 +91,14 @@ def test_group_without_a_pattern_or_with_a_rate_for_frozen_parameters_is_refused
 
 
 def test_groups_are_identity_and_survive_the_run_file():
-    config = load_config(overrides=[TOML])
+    config = load_cpu_config(overrides=[TOML])
     assert config_from_dict(tomllib.loads(config_to_toml(config))) == config
     assert identity(config)["optimizer.groups[0].pattern"] == "*.attention.*"
     assert identity(config)["optimizer.groups[0].frozen"] is True
 
 
 def test_frozen_parameters_have_no_gradient_and_no_optimizer_state():
-    config = load_config(overrides=[TOML])
+    config = load_cpu_config(overrides=[TOML])
     layout, batch = validate(config)
     spec = run_spec(config)
     frozen = {p.name for p in spec.parameters if not p.trainable}
@@ -121,6 +121,6 @@ def test_groups_of_a_custom_model_use_its_own_names():
 
 
 def test_layout_does_not_change_what_is_frozen():
-    config = load_config(overrides=[TOML])
+    config = load_cpu_config(overrides=[TOML])
     sharded = replace(config, layout=LayoutConfig(replicate=2, shard="parameters"))
     assert run_spec(config) == run_spec(sharded)

@@ -8,10 +8,11 @@ from math import sqrt
 
 import pytest
 import torch
+from small_run import load_cpu_config
 from step_harness import LR, build_loader, build_step
 from torch._functorch import config as functorch_config
 
-from meshwright.config import RunConfig, load_config
+from meshwright.config import RunConfig
 from meshwright.parallel.compile import apply_compile
 from meshwright.parallel.parallel_spec import ParallelSpec
 from meshwright.parallel.world import World
@@ -67,7 +68,8 @@ def measure_step(config: RunConfig) -> Measured:
 @pytest.fixture(scope="module")
 def measured() -> dict[str | int, Measured]:
     return {
-        name: measure_step(load_config(overrides=[*SHAPE, *overrides], ranks=1)) for name, overrides in MODES.items()
+        name: measure_step(load_cpu_config(overrides=[*SHAPE, *overrides], ranks=1))
+        for name, overrides in MODES.items()
     }
 
 
@@ -92,7 +94,7 @@ def test_peak_memory_is_lowest_near_the_square_root_segment(measured):
 
 def test_activation_checkpointing_keeps_parameter_names():
     for overrides in MODES.values():
-        config = load_config(overrides=[*SHAPE, *overrides], ranks=1)
+        config = load_cpu_config(overrides=[*SHAPE, *overrides], ranks=1)
         names = {
             name
             for name, _ in build_step(World(), config, validate(config)[0]).parallel_model.module.named_parameters()

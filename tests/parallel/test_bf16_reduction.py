@@ -7,9 +7,10 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.distributed as dist
+from small_run import load_cpu_config
 from step_harness import build_loader, build_step
 
-from meshwright.config import LayoutConfig, load_config
+from meshwright.config import LayoutConfig
 from meshwright.launch.ranks import run_ranks
 from meshwright.parallel.local_shard import local_tensor
 from meshwright.topology.unsupported import validate
@@ -57,14 +58,14 @@ def record_dtypes(name, reduced):
 
 @pytest.fixture(scope="module")
 def single_process_losses():
-    config = replace(load_config(overrides=[*MODEL, *REPLICATE]), layout=LayoutConfig(replicate=1))
+    config = replace(load_cpu_config(overrides=[*MODEL, *REPLICATE]), layout=LayoutConfig(replicate=1))
     [(losses, _, _)] = run_ranks(train_in_bf16, 1, config)
     return losses
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_bf16_stays_close_to_single_process_and_reduces_gradients_in_float32(layout, single_process_losses):
-    config = load_config(overrides=[*MODEL, *LAYOUTS[layout]])
+    config = load_cpu_config(overrides=[*MODEL, *LAYOUTS[layout]])
     for losses, stored, reduced in run_ranks(train_in_bf16, 2, config):
         assert losses == pytest.approx(single_process_losses, rel=TOLERANCE)
         assert stored == {torch.float32}
@@ -74,6 +75,6 @@ def test_bf16_stays_close_to_single_process_and_reduces_gradients_in_float32(lay
 
 def test_bf16_compress_hook_reduces_gradients_in_bf16():
     """Shows that the test above records the dtype of the gradients."""
-    config = load_config(overrides=[*MODEL, *REPLICATE, "--ddp.comm_hook=bf16_compress"])
+    config = load_cpu_config(overrides=[*MODEL, *REPLICATE, "--ddp.comm_hook=bf16_compress"])
     results = run_ranks(train_in_bf16, 2, config)
     assert all(torch.bfloat16 in reduced for _, _, reduced in results)

@@ -8,6 +8,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
+from small_run import load_cpu_config
 from step_harness import build_step
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
@@ -17,7 +18,7 @@ from transformers import AutoModelForCausalLM, MixtralConfig, Qwen3MoeConfig
 from transformers.models.mixtral.modeling_mixtral import MixtralExperts, MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts, Qwen3MoeTopKRouter
 
-from meshwright.config import ModelConfig, load_config
+from meshwright.config import ModelConfig
 from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.launch.ranks import run_ranks
 from meshwright.models.layers.experts import Experts
@@ -219,7 +220,7 @@ def test_expert_sort_order_sorts_received_rows_by_expert():
 
 def different_bias(world):
     """The message of compare_replicas if the bias of rank 1 differs."""
-    config = load_config(
+    config = load_cpu_config(
         overrides=["--model.experts=4", "--model.layers=1", "--model.width=16", "--model.ffn=16"], ranks=2
     )
     layout, _ = validate(config)
@@ -295,7 +296,7 @@ def transformers_case(world, family: str, dtype: torch.dtype, mode: str = "none"
     compute = "fp64" if dtype == torch.float64 else "fp32"
     overrides = [f"--layout.replicate={world.size}", "--layout.shard=parameters", "--layout.expert=2"]
     overrides += [f"--precision.compute={compute}", f"--activation_checkpoint.mode={mode}"]
-    config = load_config(overrides=overrides, ranks=world.size)
+    config = load_cpu_config(overrides=overrides, ranks=world.size)
     layout, _ = validate(config, own_model=True)
     objective = custom.build_objective(world.device, dtype)
     parallel_model = parallelize(objective, config, layout, world, custom.objective_spec())

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from small_run import load_cpu_config
 from step_harness import build_loader, build_step, count_step_bytes
 
-from meshwright.config import load_config
 from meshwright.parallel.local_shard import full_tensor
 from meshwright.planner.exact.comm_volume import comm_volume
 from meshwright.planner.exact.compare import compare_volumes
@@ -112,7 +112,7 @@ FAST_CASES = [
 def family_config(family, tie, layout=""):
     """The config of one process without a layout."""
     options = [f"--model.family={family}", *FAMILIES[family], f"--model.tie={tie}"]
-    return load_config(overrides=[*SIZES, *options, "--layout.replicate=1", *ALL_LAYOUTS.get(layout, [])])
+    return load_cpu_config(overrides=[*SIZES, *options, "--layout.replicate=1", *ALL_LAYOUTS.get(layout, [])])
 
 
 def gradients(world, configs):

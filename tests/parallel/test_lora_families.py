@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from small_run import load_cpu_config
 from test_lora_gradients import SMALL, gradients
 
-from meshwright.config import load_config
 from meshwright.models.registry import FAMILIES
 from meshwright.testing import run_ranks
 
@@ -28,7 +28,7 @@ LAYOUTS = {
 def family_config(family, layout):
     targets = TARGETS.get(family, "*.attention.*")
     options = [f"--model.family={family}", f"--lora.targets={targets}", "--context.method=all-to-all"]
-    return load_config(overrides=[*SMALL, *MODELS.get(family, []), *options, *layout])
+    return load_cpu_config(overrides=[*SMALL, *MODELS.get(family, []), *options, *layout])
 
 
 @pytest.mark.long

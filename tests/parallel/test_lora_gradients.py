@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 import torch
+from small_run import load_cpu_config
 from step_harness import build_loader, build_step, count_step_bytes
 
-from meshwright.config import load_config
 from meshwright.models.init import init_matrix_shard
 from meshwright.parallel.local_shard import full_tensor, local_shard
 from meshwright.planner.exact.comm_volume import comm_volume
@@ -60,7 +60,7 @@ LAYOUTS = {
 
 
 def lora_config(options):
-    return load_config(overrides=[*SMALL, *options])
+    return load_cpu_config(overrides=[*SMALL, *options])
 
 
 def one_process(options):

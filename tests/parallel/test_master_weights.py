@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 import torch
+from small_run import load_cpu_config
 
-from meshwright.config import load_config
-from meshwright.config.device_defaults import with_device_defaults
 from meshwright.models.registry import run_spec
 from meshwright.parallel.parallel_model import ParallelModel
 from meshwright.parallel.parallel_spec import find_blocks
@@ -28,7 +27,7 @@ FAMILIES = {
 
 
 def build(*overrides: str) -> tuple[ParallelModel, list[torch.nn.Module]]:
-    config = with_device_defaults(load_config(overrides=[*SMALL, *overrides]), "cpu")
+    config = load_cpu_config(overrides=[*SMALL, *overrides])
     world = World()
     model = build_parallel_model(config, Layout(), None, Precision(config.precision, world.device), world)
     return model, find_blocks(model.module, family_parallel_spec(run_spec(config)))

@@ -5,9 +5,10 @@ from __future__ import annotations
 import numpy as np
 import pytest
 import torch
+from small_run import load_cpu_config
 from step_harness import build_step
 
-from meshwright.config import IGNORE_INDEX, DataConfig, load_config
+from meshwright.config import IGNORE_INDEX, DataConfig
 from meshwright.data.loader import Loader
 from meshwright.data.source import ConcatenatedSource
 from meshwright.data.stream import Stream
@@ -72,8 +73,8 @@ def gradients(world, configs):
 
 @pytest.fixture(scope="module")
 def found():
-    by_rank = run_ranks(gradients, 2, [load_config(overrides=[*SMALL, *options]) for options in LAYOUTS.values()])
-    [[alone]] = run_ranks(gradients, 1, [load_config(overrides=SMALL)])
+    by_rank = run_ranks(gradients, 2, [load_cpu_config(overrides=[*SMALL, *options]) for options in LAYOUTS.values()])
+    [[alone]] = run_ranks(gradients, 1, [load_cpu_config(overrides=SMALL)])
     merged = {layout: {k: v for rank in by_rank for k, v in rank[i].items()} for i, layout in enumerate(LAYOUTS)}
     return merged, alone
 

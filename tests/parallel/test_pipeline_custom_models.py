@@ -8,6 +8,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.nn.functional as F
+from small_run import load_cpu_config
 from torch import nn
 from torch.distributed.tensor import DTensor
 from transformers import (
@@ -21,7 +22,6 @@ from transformers import (
     ViTForImageClassification,
 )
 
-from meshwright.config import load_config
 from meshwright.data.batch_structure import BatchStructure
 from meshwright.errors import ConfigError
 from meshwright.parallel.infer_spec import infer_parallel_spec
@@ -163,7 +163,7 @@ def custom_model(name: str) -> tuple[CustomModel, list]:
 
 def results(world, name: str, overrides: list[str]) -> dict:
     """The loss of training and of evaluation, and the gradients of this rank's parameters, on full tensors."""
-    config = load_config(
+    config = load_cpu_config(
         overrides=[
             "--layout.replicate=1", "--precision.compute=fp64", f"--batch.micro={MICRO}",
             f"--batch.global={MICRO * MICRO_BATCHES}", *overrides,

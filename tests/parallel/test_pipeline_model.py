@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from small_run import load_cpu_config
 from step_harness import LR, build_loader, build_step, count_third_step
 
-from meshwright.config import load_config
 from meshwright.parallel.pipeline_parallel.pipeline_model import TrackedStage
 from meshwright.telemetry.step_clock import StepClock
 from meshwright.testing import run_ranks
@@ -26,7 +26,7 @@ def pipeline_config(schedule, ranks, micro_batches, *more):
         f"--batch.global={micro_batches}",
         "--batch.micro=1",
     ]
-    return load_config(
+    return load_cpu_config(
         overrides=[*SMALL, f"--model.layers={ranks * SCHEDULES[schedule].default_stages}", *overrides, *more]
     )
 

@@ -10,6 +10,7 @@ from itertools import product
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from small_run import load_cpu_config
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -22,7 +23,7 @@ from transformers import (
     Qwen3Config,
 )
 
-from meshwright.config import IGNORE_INDEX, ActivationCheckpointConfig, load_config
+from meshwright.config import IGNORE_INDEX, ActivationCheckpointConfig
 from meshwright.data.batch_structure import BatchStructure
 from meshwright.errors import ConfigError
 from meshwright.parallel.activation_memory.activation_checkpoint import apply_activation_checkpointing
@@ -200,7 +201,7 @@ def compare_own_losses(world) -> dict[str, float]:
         custom = CustomModel(module, None, infer_parallel_spec(module), structure)
         expected = results(custom.build_objective(world.device, torch.float64), (tokens, labels))
         overrides = ["--layout.replicate=1", "--layout.context=2", f"--context.method={method}", "--batch.micro=1"]
-        config = load_config(overrides=[*overrides, "--precision.compute=fp64"], ranks=RANKS)
+        config = load_cpu_config(overrides=[*overrides, "--precision.compute=fp64"], ranks=RANKS)
         layout, _ = validate(config, own_model=True)
         precision = Precision(config.precision, world.device)
         parallel_model = build_parallel_model(config, layout, custom, precision, world)

@@ -25,7 +25,7 @@ from meshwright.planner.calibration.corrections import Corrections
 from meshwright.planner.calibration.estimator import estimate
 from meshwright.planner.hardware.cluster import preset_cluster
 from meshwright.planner.workload.planned_job import PlannedJob
-from meshwright.planner.workload.trainer_profiles import MESHWRIGHT_COMPILED
+from meshwright.planner.workload.trainer_profiles import MESHWRIGHT
 
 
 def make_job(**model):
@@ -84,8 +84,8 @@ def test_correction_factor_uses_the_nearest_and_newest_records(log_file):
 @pytest.mark.parametrize(
     "other",
     [
-        replace(make_job(), precision="bf16"),
-        replace(make_job(), trainer=MESHWRIGHT_COMPILED),
+        replace(make_job(), precision="fp32"),
+        replace(make_job(), trainer=MESHWRIGHT),
         replace(make_job(), cluster=preset_cluster("h200", 8)),
         make_job(layers=4000, width=8192, heads=64),
     ],

@@ -6,9 +6,10 @@ from fractions import Fraction
 from math import prod
 
 import pytest
+from small_run import load_cpu_config
 from step_harness import count_step_bytes
 
-from meshwright.config import RunConfig, load_config
+from meshwright.config import RunConfig
 from meshwright.models.init import build_model
 from meshwright.models.registry import model_spec
 from meshwright.planner.exact.comm_volume import comm_volume
@@ -25,7 +26,7 @@ EVEN = ["--model.vocab=64", "--model.width=32", "--model.ffn=48", "--model.layer
 
 def sharded_config(kind: str, accumulation: int, *more: str) -> RunConfig:
     options = [*EVEN, f"--layout.shard={kind}", f"--batch.global={RANKS * accumulation}", "--batch.micro=1", *more]
-    return load_config(overrides=options, ranks=RANKS)
+    return load_cpu_config(overrides=options, ranks=RANKS)
 
 
 def count_steps(world, configs: list[RunConfig]):
@@ -70,7 +71,7 @@ def test_counted_bf16_volume_equals_the_formulas():
     """
     options = ["--precision.compute=bf16", *EVEN]
     cases = [
-        load_config(overrides=[*options, *more], ranks=RANKS)
+        load_cpu_config(overrides=[*options, *more], ranks=RANKS)
         for more in (
             ["--layout.shard=parameters"],
             ["--layout.shard=parameters", "--model.tie=true"],
@@ -116,14 +117,14 @@ SHARED = ["--model.experts=4", "--model.experts_shared=2"]
 
 def test_parameter_shapes_equal_the_models():
     for options in ([], ["--model.tie=true"], ["--model.experts=3", "--model.ffn=5"], SHARED):
-        config = load_config(overrides=[*EVEN, *options])
+        config = load_cpu_config(overrides=[*EVEN, *options])
         real = {name: tuple(p.shape) for name, p in build_model(config.model, 0).named_parameters()}
         assert {shape.name: shape.shape for shape in model_spec(config.model).parameters} == real
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5])
 def test_shards_add_up_to_the_parameter(ranks):
-    for shape in model_spec(load_config(overrides=["--model.vocab=251", "--model.ffn=46"]).model).parameters:
+    for shape in model_spec(load_cpu_config(overrides=["--model.vocab=251", "--model.ffn=46"]).model).parameters:
         assert sum(prod(shard_shape(shape.local_shape(2), ranks, c)) for c in range(ranks)) == shape.local_numel(2)
         assert padded_numel(shape.local_shape(2), ranks) >= shape.local_numel(2)
         assert padded_numel(shape.local_shape(2), ranks) % ranks == 0

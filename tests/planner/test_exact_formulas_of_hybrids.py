@@ -8,10 +8,11 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
+from small_run import load_cpu_config
 from step_harness import accumulating_config, count_step_bytes
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from meshwright.config import RunConfig, load_config
+from meshwright.config import RunConfig
 from meshwright.launch.ranks import run_ranks
 from meshwright.planner.exact.activation_messages import data_dependent_axes
 from meshwright.planner.exact.comm_volume import CollectiveVolume, comm_volume
@@ -140,7 +141,7 @@ def proof_config(case: str) -> RunConfig:
             options.append(f"--model.{setting}" if "=" in setting else "--model.tie=true")
         elif name != "layers":
             options.append(f"--layout.{setting}")
-    return accumulating_config(load_config(overrides=options))
+    return accumulating_config(load_cpu_config(overrides=options))
 
 
 def count_steps(world, configs: list[RunConfig]):

@@ -6,8 +6,9 @@ import time
 from dataclasses import replace
 
 import pytest
+from small_run import load_cpu_config
 
-from meshwright.config import Batch, load_config
+from meshwright.config import Batch
 from meshwright.models.architecture import Architecture
 from meshwright.planner.cost.in_flight import peak_candidates, representative_micro_batches, schedule_points
 from meshwright.planner.cost.peak_memory import estimate_memory
@@ -156,7 +157,7 @@ def test_peak_memory_on_a_gpu_is_within_five_per_cent(options, allocated):
     shape = {"vocab": 32000, "width": 2048, "heads": 32, "kv_heads": 8, "ffn": 8192, "layers": 6}
     given = [f"--model.{name}={size}" for name, size in shape.items()]
     batch = ["--data.sequence=4096", "--precision.compute=bf16", "--batch.global=4", "--batch.micro=4"]
-    config = load_config(overrides=[*given, *batch, "--layout.replicate=1", *options])
+    config = load_cpu_config(overrides=[*given, *batch, "--layout.replicate=1", *options])
     [memory] = estimate_memory(PlannedJob.from_config(config, preset_cluster("h200", 1)))
     assert memory.tensors / GIB == pytest.approx(allocated, rel=0.05)
 
@@ -174,7 +175,7 @@ def test_peak_memory_on_a_gpu_is_within_five_per_cent(options, allocated):
     ids=" ".join,
 )
 def test_parameter_and_optimizer_memory_equal_the_exact_formulas(options):
-    config = load_config(
+    config = load_cpu_config(
         overrides=["--layout.replicate=4", "--model.layers=6", "--batch.global=32", "--batch.micro=1", *options]
     )
     layout, batch = validate(config)
@@ -189,7 +190,7 @@ def test_parameter_and_optimizer_memory_equal_the_exact_formulas(options):
 
 @pytest.mark.parametrize("options", [["--lora.rank=4"], ['--optimizer.groups=[{pattern="*.ffn.*", frozen=true}]']])
 def test_frozen_parameters_have_no_gradients(options):
-    config = load_config(overrides=["--layout.replicate=2", "--batch.global=8", "--batch.micro=4", *options])
+    config = load_cpu_config(overrides=["--layout.replicate=2", "--batch.global=8", "--batch.micro=4", *options])
     layout, batch = validate(config)
     [memory] = estimate_memory(PlannedJob.from_config(config, preset_cluster("h100", 2)))
     exact = state_memory(config, layout, batch, 0)

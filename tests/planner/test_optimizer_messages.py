@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from small_run import load_cpu_config
 
-from meshwright.config import load_config
 from meshwright.planner.cost.layer_time import optimizer_time
 from meshwright.planner.exact.comm_volume import comm_volume
 from meshwright.planner.hardware.cluster import preset_cluster
@@ -18,7 +18,7 @@ BLOCK = 4 * 16 * 16 + 3 * 16 * 24
 
 def rows_of(*options: str) -> list[tuple[str, int]]:
     """(collective, message bytes) of the optimizer axis, summed over ranks."""
-    config = load_config(overrides=[*MODEL, "--batch.micro=1", "--batch.global=4", *options])
+    config = load_cpu_config(overrides=[*MODEL, "--batch.micro=1", "--batch.global=4", *options])
     layout, batch = validate(config)
     totals: dict[str, int] = {}
     for rank in range(layout.ranks):
@@ -58,7 +58,7 @@ def test_adafactor_sums_rows_and_columns_of_sharded_parameters():
 
 def test_update_time_of_muon_has_its_matrix_products_and_is_divided_among_ranks():
     def update_seconds(kind: str, replicas: int) -> float:
-        config = load_config(
+        config = load_cpu_config(
             overrides=["--preset=gpt2-124m", f"--optimizer.kind={kind}", f"--layout.replicate={replicas}"]
         )
         return optimizer_time(PlannedJob.from_config(config, preset_cluster("h100", replicas)), 1e8)

@@ -10,8 +10,9 @@ from pathlib import Path
 from statistics import median
 
 import pytest
+from small_run import load_cpu_config
 
-from meshwright.config import derive_batch, load_config
+from meshwright.config import derive_batch
 from meshwright.errors import ConfigError
 from meshwright.planner.calibration.estimator import estimate
 from meshwright.planner.cost.kernel_time import KernelRate, matmul_time
@@ -28,7 +29,7 @@ H200 = KernelRate(683e12, 4.1e12, 132, 2)
 
 
 def job(*options: str, device: str = "h100", preset_name: str = "llama-8b") -> PlannedJob:
-    config = load_config(None, (f"--preset={preset_name}", *options))
+    config = load_cpu_config(None, (f"--preset={preset_name}", *options))
     return PlannedJob.from_config(config, preset_cluster(device, Layout.from_config(config.layout).ranks))
 
 
@@ -103,7 +104,7 @@ LAYOUTS = {
 @pytest.mark.parametrize("name", LAYOUTS)
 def test_timed_message_bytes_agree_with_the_exact_volume(name: str) -> None:
     """Within 8 %: the time model leaves out the embedding, the head, and the float32 output of the embedding."""
-    config = load_config(None, ("--preset=llama-8b", *LAYOUTS[name], "--batch.global=64", "--batch.micro=2"))
+    config = load_cpu_config(None, ("--preset=llama-8b", *LAYOUTS[name], "--batch.global=64", "--batch.micro=2"))
     layout = Layout.from_config(config.layout)
     predicted: Counter[str] = Counter()
     for call in estimate(PlannedJob.from_config(config, preset_cluster("h100", 8))).calls:

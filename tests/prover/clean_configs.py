@@ -5,9 +5,9 @@ from __future__ import annotations
 from math import lcm
 from random import Random
 
+from small_run import load_cpu_config
 from traced_cases import SMALL
 
-from meshwright.config import load_config
 from meshwright.errors import ConfigError
 from meshwright.topology.schedules import SCHEDULES
 from meshwright.topology.unsupported import validate
@@ -27,7 +27,7 @@ def clean_options(seed: int) -> tuple[str, ...]:
 def is_valid(options: tuple[str, ...]) -> bool:
     """Not every schedule supports activation checkpointing."""
     try:
-        validate(load_config(overrides=[*SMALL, *options]))
+        validate(load_cpu_config(overrides=[*SMALL, *options]))
     except ConfigError as error:
         assert "activation_checkpoint.mode" in str(error), error
         return False

@@ -11,6 +11,7 @@ from custom_models import TokenSource
 
 from meshwright import faults
 from meshwright.config import BatchConfig, EvalConfig, LaunchConfig, LayoutConfig, RunConfig
+from meshwright.config.device_defaults import with_device_defaults
 from meshwright.data.source import IndexableSource, find_structure
 from meshwright.errors import MeshwrightError
 from meshwright.launch.ranks import run_ranks
@@ -49,13 +50,14 @@ class CustomCase:
         return Subject(replace(custom, batch=find_structure(source, custom.collate)), [source])
 
     def config(self) -> RunConfig:
-        return RunConfig(
+        config = RunConfig(
             steps=3,
             layout=self.layout,
             batch=BatchConfig(global_=8, micro=2),
             eval=EvalConfig(every=2, holdout=0.2, samples=5),
             launch=LaunchConfig(device="cpu", collective_timeout=20.0),
         )
+        return with_device_defaults(config, "cpu")
 
     def prepare(self, facts: ModelFacts, folder: Path) -> TracedRun:
         run = next(run for run in custom_runs(self.config(), float64=True) if run.name == FLOAT64)

@@ -7,8 +7,8 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 
 import numpy as np
 import torch
+from small_run import load_cpu_config
 
-from meshwright.config import load_config
 from meshwright.data import file_sources, sample_lookup, tokenization
 from meshwright.data import stream as stream_module
 from meshwright.data.loader import Loader
@@ -215,7 +215,7 @@ def stale_tokenization_cache():
     """The cache key lacks the field, and an earlier run has cached the other field."""
     right = cached_tokens.content_digest
     digest = lambda kind, *values: right(kind, *values[1:]) if kind == "jsonl" else right(kind, *values)  # noqa: E731
-    config = load_config(overrides=[*JSONL, "--data.field=title"])
+    config = load_cpu_config(overrides=[*JSONL, "--data.field=title"])
     original, cached_tokens.content_digest = cached_tokens.content_digest, digest
     try:
         file_sources.open_sources(config.data, config.model.vocab, None)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+from small_run import load_cpu_config
 
-from meshwright.config import load_config
 from meshwright.errors import ConfigError
 from meshwright.prover.claims import fault_environment
 from meshwright.prover.device import check
@@ -14,7 +14,7 @@ from meshwright.prover.device.cases import LAYOUTS, RANKS, device_runs, unsuppor
 from meshwright.prover.device.check import check_ranks, require_device
 from meshwright.topology.layout import Layout
 
-CONFIG = load_config(overrides=["--data.kind=synthetic", "--data.samples=400"])
+CONFIG = load_cpu_config(overrides=["--data.kind=synthetic", "--data.samples=400"])
 
 
 def test_every_axis_is_proven_in_both_precisions_compiled_and_not():

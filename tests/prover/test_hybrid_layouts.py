@@ -7,9 +7,9 @@ from itertools import combinations
 
 import pytest
 from hybrid_layouts import HYBRIDS, overrides_of
+from small_run import load_cpu_config
 from traced_cases import AS_CONFIGURED, FLOAT64, VARIATION, Case, check_cases, failed_runs
 
-from meshwright.config import load_config
 from meshwright.prover.claims import describe_settings
 from meshwright.topology.layout import Layout
 from meshwright.topology.schedules import SCHEDULES
@@ -23,19 +23,19 @@ def small_options(row: str, *more: str) -> tuple[str, ...]:
     """A row of the matrix with a small model, three steps, and at least two micro-batches per step."""
     given = overrides_of(row)
     sizes = [f"--model.{name}={size}" for name, size in SIZES.items() if f"--model.{name}=" not in " ".join(given)]
-    layout = Layout.from_config(load_config(overrides=given).layout)
+    layout = Layout.from_config(load_cpu_config(overrides=given).layout)
     batch = (f"--batch.global={layout.data_degree * max(2, 2 * layout.pipeline)}", "--batch.micro=1")
     return (*sizes, *given, *batch, "--steps=3", "--optimizer.clip=0.1", *more)
 
 
 def hybrid_config(row):
-    return load_config(overrides=small_options(row))
+    return load_cpu_config(overrides=small_options(row))
 
 
 def test_87_hybrid_layouts_are_valid():
     layouts = set()
     for row in HYBRIDS:
-        config = load_config(overrides=small_options(row))
+        config = load_cpu_config(overrides=small_options(row))
         layout, _ = validate(config)
         assert 2 <= layout.ranks <= 8
         layouts.add((f"{layout}{describe_settings(config)}", config.model))

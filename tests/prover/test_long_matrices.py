@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from small_run import load_cpu_config
 from traced_cases import failed_runs
 
-from meshwright.config import PRESETS, load_config
+from meshwright.config import PRESETS
 from meshwright.prover.stream import check_stream
 
 
@@ -30,5 +31,5 @@ def test_stream_contract_holds_for_lengths_seeds_and_holdouts(seed, samples, hol
         f"--eval.holdout={holdout}",
         "--data.sequence=8",
     ]
-    claims = check_stream(load_config(overrides=options))
+    claims = check_stream(load_cpu_config(overrides=options))
     assert [measured for _, passed, measured, *_ in claims if not passed] == []

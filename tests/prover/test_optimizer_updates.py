@@ -5,14 +5,14 @@ from __future__ import annotations
 import pytest
 import torch
 from seeded_faults import after_init, wrap
+from small_run import load_cpu_config
 
-from meshwright.config import load_config
 from meshwright.optim.interface import Optimizer
 from meshwright.prover.optimizer_updates import check_optimizer
 
 
 def check(*options: str):
-    [claim] = check_optimizer(load_config(overrides=["--data.kind=synthetic", *options]))
+    [claim] = check_optimizer(load_cpu_config(overrides=["--data.kind=synthetic", *options]))
     return claim
 
 

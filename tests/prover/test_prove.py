@@ -9,9 +9,9 @@ import signal
 import threading
 
 import pytest
+from small_run import load_cpu_config
 
 from meshwright.cli import main
-from meshwright.config import load_config
 from meshwright.data.stream import Stream
 from meshwright.errors import ConfigError
 from meshwright.prover import prove as prove_module
@@ -61,13 +61,13 @@ def test_failed_claim_exits_1(tmp_path, monkeypatch):
 
 
 def test_certificate_without_checks_does_not_pass():
-    assert not build_certificate(load_config(), [], [])["passed"]
-    assert build_certificate(load_config(), [CheckResult("a", "b", True, "c")], [])["passed"]
+    assert not build_certificate(load_cpu_config(), [], [])["passed"]
+    assert build_certificate(load_cpu_config(), [CheckResult("a", "b", True, "c")], [])["passed"]
 
 
 def test_run_that_fails_is_a_failed_claim(monkeypatch):
     monkeypatch.setattr(Step, "gradient", lambda *_: 1 / 0)
-    claims = list(check_training(load_config(overrides=TINY)))
+    claims = list(check_training(load_cpu_config(overrides=TINY)))
     assert claims
     for claim in claims:
         assert not claim.passed
@@ -115,7 +115,7 @@ def test_ctrl_c_during_prove_exits_130_and_keeps_the_certificate(tmp_path, monke
 def test_prove_refuses_an_output_folder_before_the_first_check(tmp_path, monkeypatch):
     monkeypatch.setattr(prove_module, "CHECKS", only("training", lambda _config: pytest.fail("a check ran")))
     with pytest.raises(ConfigError, match=r"--out .* cannot be written"):
-        prove_module.prove(load_config(overrides=SMALL), tmp_path)
+        prove_module.prove(load_cpu_config(overrides=SMALL), tmp_path)
 
 
 def test_config_whose_data_cannot_be_opened_gets_no_certificate(tmp_path, capsys):

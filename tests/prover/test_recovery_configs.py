@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from hypothesis import given, settings
+from small_run import load_cpu_config
 
-from meshwright.config import load_config
 from meshwright.prover.shrink.runs import changes
 from meshwright.prover.state.recovery_configs import (
     MAX_BLOCKS,
@@ -30,7 +30,7 @@ def test_recovery_configs_are_valid_on_four_ranks_and_move_to_another_layout(con
 
 
 def test_recovery_config_keeps_mode_precision_clip_and_layout_of_the_user():
-    config = load_config(
+    config = load_cpu_config(
         overrides=["--precision.compute=fp16", "--optimizer.clip=0.3", "--checkpoint.mode=async", "--model.layers=12"]
     )
     proof = kill_config(config, 5)

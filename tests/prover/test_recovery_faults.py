@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 from recovery_faults import DAMAGED, FAULTS, KILLS
-from small_run import SMALL
+from small_run import SMALL, load_cpu_config
 
-from meshwright.config import load_config
 from meshwright.faults import FAIL_POINTS
 from meshwright.prover import recovery
 from meshwright.prover.recovery import check_damage_and_reshard, check_kills, check_recovery
@@ -22,7 +21,7 @@ FEW_KILLS = ("step.update", "save.after_shard", "start.restored")
 
 
 def config_with(*options: str):
-    return load_config(overrides=[*SMALL, "--layout.replicate=1", *options])
+    return load_cpu_config(overrides=[*SMALL, "--layout.replicate=1", *options])
 
 
 def failed_claims(claims):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from small_run import load_cpu_config
 
-from meshwright.config import IGNORE_INDEX, PRESETS, fingerprint, identity, load_config
+from meshwright.config import IGNORE_INDEX, PRESETS, fingerprint, identity
 from meshwright.config.fingerprint import flatten
 from meshwright.data.source import SyntheticSource
 from meshwright.models.registry import model_spec
@@ -135,7 +136,7 @@ def check_variation(config, runs):
 @pytest.mark.parametrize("preset", PRESETS)
 @pytest.mark.parametrize("options", ["", "--layout.replicate=1", "--batch.micro=8"])
 def test_proof_runs_of_a_preset(preset, options):
-    check_properties(load_config(overrides=[f"--preset={preset}", *options.split()]))
+    check_properties(load_cpu_config(overrides=[f"--preset={preset}", *options.split()]))
 
 
 @pytest.mark.parametrize("row", HYBRIDS)
@@ -165,7 +166,7 @@ def test_full_proof_runs_keep_sizes_that_the_layout_divides(config):
 
 
 def test_changes_name_the_setting_and_both_values():
-    config = load_config(overrides=["--preset=llama-8b", "--checkpoint.mode=off", "--layout.replicate=1"])
+    config = load_cpu_config(overrides=["--preset=llama-8b", "--checkpoint.mode=off", "--layout.replicate=1"])
     runs = proof_runs(config)
     changes = named(runs, "float64").changes
     assert {"model.width 4096 to 64", "model.heads 32 to 8", "precision.compute bf16 to fp64"} <= set(changes)
@@ -178,7 +179,7 @@ def test_changes_name_the_setting_and_both_values():
 def test_a_layout_of_many_axes_is_proven_on_several_layouts_that_cover_every_pair():
     options = "--layout.replicate=2 --layout.shard=parameters --layout.shard_degree=8 --layout.pipeline=16"
     options += " --layout.context=8 --layout.tensor=8 --batch.micro=1"
-    config = load_config(overrides=["--preset=llama-405b", *options.split()])
+    config = load_cpu_config(overrides=["--preset=llama-405b", *options.split()])
     layouts = small_layouts(config.layout)
     assert set().union(*map(pairs, layouts)) == pairs(config.layout)
     assert [Layout.from_config(layout).ranks for layout in layouts] == [8, 8, 8, 8]
@@ -201,19 +202,19 @@ def test_a_layout_of_many_axes_is_proven_on_several_layouts_that_cover_every_pai
     ],
 )
 def test_a_small_layout_keeps_several_groups_of_experts_if_the_user_has_them(options, expected):
-    config = load_config(overrides=["--preset=mixtral-8x7b", "--model.experts=16", *options.split()])
+    config = load_cpu_config(overrides=["--preset=mixtral-8x7b", "--model.experts=16", *options.split()])
     assert [Layout.from_config(layout) for layout in small_layouts(config.layout)] == [expected]
 
 
 def test_the_number_of_micro_batches_is_the_users_even_beyond_eight_if_time_allows_it():
-    few_blocks = load_config(overrides=["--batch.micro=1", "--batch.global=80"])
+    few_blocks = load_cpu_config(overrides=["--batch.micro=1", "--batch.global=80"])
     assert validate(proof_runs(few_blocks)[0].config)[1].accumulation == 40
-    many_blocks = load_config(overrides=["--batch.micro=1", "--batch.global=4096", "--model.layers=100"])
+    many_blocks = load_cpu_config(overrides=["--batch.micro=1", "--batch.global=4096", "--model.layers=100"])
     assert FULL_ACCUMULATION < validate(proof_runs(many_blocks)[0].config)[1].accumulation < 2048
 
 
 def test_a_sequence_beyond_the_limit_is_proven_with_full_only():
-    config = load_config(overrides=["--data.sequence=32768", "--layout.replicate=1", "--layout.context=2"])
+    config = load_cpu_config(overrides=["--data.sequence=32768", "--layout.replicate=1", "--layout.context=2"])
     runs = proof_runs(config)
     assert named(runs, "long sequence").config.data.sequence == 16384
     assert "data.sequence = 32,768 (proven up to 16,384)" in not_proven(config, runs)
@@ -224,7 +225,7 @@ def test_a_sequence_beyond_the_limit_is_proven_with_full_only():
 
 def test_every_phase_of_the_schedule_is_passed_through():
     for kind in ("cosine", "linear", "wsd"):
-        runs = proof_runs(load_config(overrides=[f"--schedule.kind={kind}"]))
+        runs = proof_runs(load_cpu_config(overrides=[f"--schedule.kind={kind}"]))
         for config in (runs[0].config, named(runs, "variation").config):
             rates = [learning_rate(step, config.steps, 1.0, config.schedule) for step in range(config.steps)]
             assert rates[:3] == [0.5, 1.0, 1.0]
@@ -236,7 +237,7 @@ def test_every_phase_of_the_schedule_is_passed_through():
 
 
 def test_a_run_in_float64_is_proven_once_and_resumed_from_its_own_checkpoint():
-    runs = proof_runs(load_config(overrides=["--precision.compute=fp64"]))
+    runs = proof_runs(load_cpu_config(overrides=["--precision.compute=fp64"]))
     assert [run.name for run in runs] == ["as configured", "variation", "last steps", "long sequence", "another layout"]
     assert runs[-1].config == runs[0].config
 
@@ -247,25 +248,25 @@ def test_the_resumed_run_is_one_of_the_other_runs():
         "--precision.compute=fp64",
         "--checkpoint.mode=off --precision.compute=fp64",
     ):
-        runs = proof_runs(load_config(overrides=options.split()))
+        runs = proof_runs(load_cpu_config(overrides=options.split()))
         assert runs[-1].config in [run.config for run in runs[:-1]]
 
 
 def test_dropped_tokens_are_proven_on_layouts_that_keep_sequences_whole():
     options = ["--model.experts=8", "--model.capacity_factor=1.25"]
-    config = load_config(overrides=options)
+    config = load_cpu_config(overrides=options)
     runs = proof_runs(config)
     assert runs[0].config.model.capacity_factor == 1.25
     assert all(run.resume_layout is None for run in runs)
     assert any("resume on another layout" in sentence for sentence in not_proven(config, runs))
-    config = load_config(overrides=[*options, "--layout.replicate=1", "--layout.tensor=2"])
+    config = load_cpu_config(overrides=[*options, "--layout.replicate=1", "--layout.tensor=2"])
     runs = proof_runs(config)
     assert "model.capacity_factor 1.25 to 0.0" in runs[0].changes
     assert "model.capacity_factor with context or tensor parallelism" in not_proven(config, runs)
 
 
 def test_ranks_of_proof_runs_share_the_devices_of_the_machine():
-    config = load_config(overrides=["--layout.shard=parameters", "--layout.replicate=4", "--layout.tensor=2"])
+    config = load_cpu_config(overrides=["--layout.shard=parameters", "--layout.replicate=4", "--layout.tensor=2"])
     runs = proof_runs(config, devices=1)
     assert [validate(named(runs, name).config)[0].ranks for name in ("as configured", "on the device")] == [8, 4]
     assert {named(runs, name).config.launch.device for name in ("as configured", "on the device")} == {"auto"}
@@ -273,7 +274,7 @@ def test_ranks_of_proof_runs_share_the_devices_of_the_machine():
 
 
 def test_token_ids_are_taken_modulo_the_small_vocabulary():
-    config = load_config(overrides=["--model.vocab=50000", "--data.kind=synthetic", "--model.separator=4711"])
+    config = load_cpu_config(overrides=["--model.vocab=50000", "--data.kind=synthetic", "--model.separator=4711"])
     run = proof_runs(config)[0]
     [source] = open_proof_sources(config, run.config, run.masked_labels)
     [reference] = [SyntheticSource(len(source), run.config.data.sequence, 50000)]
@@ -293,28 +294,28 @@ def test_masked_labels_have_a_different_number_of_valid_tokens_in_every_sample()
 
 
 def test_estimate_grows_with_blocks_and_micro_batches():
-    small, large = (load_config(overrides=[f"--model.layers={n}", "--batch.micro=1"]) for n in (4, 40))
+    small, large = (load_cpu_config(overrides=[f"--model.layers={n}", "--batch.micro=1"]) for n in (4, 40))
     assert 5 < estimate_seconds(proof_runs(small)) < 60
     assert estimate_seconds(proof_runs(large)) > 2 * estimate_seconds(proof_runs(small))
 
 
 def test_last_steps_have_the_counts_of_the_run():
     options = ("--model.vocab=3000", "--model.experts=32", "--batch.micro=4", "--eval.samples=40")
-    config = load_config(overrides=["--data.kind=synthetic", "--layout.replicate=1", *options])
+    config = load_cpu_config(overrides=["--data.kind=synthetic", "--layout.replicate=1", *options])
     run = named(proof_runs(config), "last steps")
     assert (run.config.model.vocab, run.config.model.experts, run.config.batch.micro) == (3000, 32, 4)
     assert run.config.eval.samples == 40
 
 
 def test_sizes_beyond_those_of_all_runs_are_not_proven():
-    config = load_config(overrides=["--data.kind=synthetic", "--model.vocab=128256", "--model.experts=128"])
+    config = load_cpu_config(overrides=["--data.kind=synthetic", "--model.vocab=128256", "--model.experts=128"])
     missing = not_proven(config, proof_runs(config))
     assert "model.vocab = 128,256 (proven up to 70,000)" in missing
     assert "model.experts = 128 (proven up to 64)" in missing
 
 
 def test_proof_runs_do_not_read_initial_weights():
-    config = load_config(overrides=["--data.kind=synthetic", "--init_from=/weights"])
+    config = load_cpu_config(overrides=["--data.kind=synthetic", "--init_from=/weights"])
     runs = proof_runs(config)
     assert {run.config.init_from for run in runs} == {""}
     assert "init_from /weights to unset" in runs[0].changes
@@ -322,7 +323,7 @@ def test_proof_runs_do_not_read_initial_weights():
 
 
 def test_loss_scale_of_fp16_halves_and_doubles_in_a_proof_run():
-    config = load_config(overrides=["--data.kind=synthetic", "--precision.compute=fp16"])
+    config = load_cpu_config(overrides=["--data.kind=synthetic", "--precision.compute=fp16"])
     configured = named(proof_runs(config), "as configured").config
     assert configured.precision.scale_interval == 2
     assert configured.numerics.on_nonfinite == "skip"

@@ -8,9 +8,10 @@ from pathlib import Path
 from random import Random
 
 import pytest
+from small_run import load_cpu_config
 from stream_faults import FAULTS, FILES, MIXTURE, QUICK, SMALL, ordinals_of_a_mixture_are_off_after_the_first_cycle
 
-from meshwright.config import RunConfig, config_from_dict, load_config
+from meshwright.config import RunConfig, config_from_dict
 from meshwright.data import sample_lookup
 from meshwright.data.prepare.command import prepare_folder
 from meshwright.prover.stream import check_stream, checked_stream, epochs, loading, order, sources
@@ -48,12 +49,12 @@ def test_seeded_stream_fault_is_found(fault, monkeypatch):
     monkeypatch.setattr(owner, name, wrong)
     if owner is sample_lookup:
         monkeypatch.setattr(checked_stream, name, wrong)
-    assert first_failure(load_config(overrides=options))
+    assert first_failure(load_cpu_config(overrides=options))
 
 
 def test_finding_names_source_position_step_and_samples(monkeypatch):
     monkeypatch.setattr(*ordinals_of_a_mixture_are_off_after_the_first_cycle())
-    found = first_failure(load_config(overrides=MIXTURE))
+    found = first_failure(load_cpu_config(overrides=MIXTURE))
     assert "step 625, index 0 (position 10,000, source synthetic(" in found
     assert "expected sample " in found
     assert ", found " in found
@@ -70,7 +71,7 @@ def test_finding_names_source_position_step_and_samples(monkeypatch):
     ],
 )
 def test_stream_contract_holds(options):
-    assert failed_claims(load_config(overrides=options)) == []
+    assert failed_claims(load_cpu_config(overrides=options)) == []
 
 
 def test_stream_contract_holds_for_shards_and_compressed_files(tmp_path):
@@ -78,7 +79,7 @@ def test_stream_contract_holds_for_shards_and_compressed_files(tmp_path):
     prepare_folder(["records.jsonl"], tmp_path / "shards", "", "auto", "text", "", "auto", 1, 500, 0)
     for kind, name in (("shards", "shards"), ("jsonl", "records.jsonl.gz")):
         options = [f"--data.kind={kind}", f"--data.path={tmp_path / name}", "--data.sequence=16"]
-        assert failed_claims(load_config(overrides=options)) == []
+        assert failed_claims(load_cpu_config(overrides=options)) == []
 
 
 def random_config(random: Random) -> RunConfig:
@@ -132,4 +133,4 @@ def test_random_config_raises_no_false_alarm(seed, monkeypatch):
 @pytest.mark.long
 def test_tiny_source_in_a_mixture_passes():
     tiny = ['--data.mixture=[{kind="synthetic", samples=100_000_000}, {kind="synthetic", samples=3}]']
-    assert failed_claims(load_config(overrides=[*tiny, "--data.sequence=16"])) == []
+    assert failed_claims(load_cpu_config(overrides=[*tiny, "--data.sequence=16"])) == []

@@ -9,9 +9,9 @@ from functools import cache
 from pathlib import Path
 
 import pytest
+from small_run import load_cpu_config
 
 from meshwright import faults
-from meshwright.config import load_config
 from meshwright.errors import MeshwrightError
 from meshwright.launch.ranks import run_ranks
 from meshwright.prover.claims import fault_environment
@@ -42,12 +42,14 @@ class Case:
 
     @property
     def ranks(self) -> int:
-        run = next(run for run in proof_runs(load_config(overrides=[*SMALL, *self.options])) if run.name == self.run)
+        run = next(
+            run for run in proof_runs(load_cpu_config(overrides=[*SMALL, *self.options])) if run.name == self.run
+        )
         return Layout.from_config(run.config.layout).ranks
 
 
 def prepared(options: tuple[str, ...], name: str, folder: Path) -> TracedRun:
-    config = load_config(overrides=[*SMALL, *options])
+    config = load_cpu_config(overrides=[*SMALL, *options])
     run = next(run for run in proof_runs(config) if run.name == name)
     return prepare(config, run, folder)
 
@@ -112,7 +114,7 @@ def check_cases(cases: list[Case]) -> list[tuple[bool, str]]:
 
 def failed_runs(options: tuple[str, ...]) -> list[str]:
     """The proof runs of a config that differ from the reference, except for those that resume a run."""
-    runs = [run for run in proof_runs(load_config(overrides=[*SMALL, *options])) if run.resume_layout is None]
+    runs = [run for run in proof_runs(load_cpu_config(overrides=[*SMALL, *options])) if run.resume_layout is None]
     cases = [Case(options, run.name) for run in runs]
     failed = []
     for ranks in sorted({case.ranks for case in cases}):

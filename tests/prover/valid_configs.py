@@ -6,8 +6,8 @@ from dataclasses import replace
 from math import lcm
 
 from hypothesis import strategies as st
+from small_run import load_cpu_config
 
-from meshwright.config import load_config
 from meshwright.topology.layout import Layout
 from meshwright.topology.schedules import SCHEDULES
 from meshwright.topology.unsupported import min_shard_group_size
@@ -23,7 +23,7 @@ def valid_configs(draw):
     barred |= {"parameters"} if layout["pipeline"] > 1 and SCHEDULES[schedule].splits_backward else set()
     shard = draw(st.sampled_from(sorted({"none", "optimizer", "gradients", "parameters"} - barred)))
     degree = draw(st.sampled_from([None, 2, 3, 4, 16])) if shard != "none" else None
-    config = load_config()
+    config = load_cpu_config()
     mesh = Layout.from_config(replace(config.layout, **layout, shard=shard, shard_degree=degree))
     layout["expert"] = draw(
         st.sampled_from([n for n in range(1, mesh.expert_axes_size + 1) if mesh.expert_axes_size % n == 0])

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from small_run import load_cpu_config
 
-from meshwright.config import load_config
 from meshwright.simulator import simulate
 from meshwright.simulator.extrapolation import (
     Extrapolation,
@@ -56,7 +56,7 @@ LONG = {
 
 
 def assert_extrapolation_is_exact(overrides: str, monkeypatch) -> None:
-    config = load_config(overrides=[*SMALL.split(), *overrides.split()])
+    config = load_cpu_config(overrides=[*SMALL.split(), *overrides.split()])
     layout, batch = validate(config)
     rank = layout.ranks - 1
     two = property(lambda plan: (plan.base, plan.base + plan.stride) if plan.strides > 1 else (plan.target,))
@@ -144,7 +144,7 @@ def test_simulation_runs_in_full_if_small_steps_do_not_match(monkeypatch):
     def fail(*_args):
         raise ExtrapolationError("no match")
 
-    config = load_config(overrides=[*SMALL.split(), "--model.layers=10", "--layout.shard=parameters"], ranks=2)
+    config = load_cpu_config(overrides=[*SMALL.split(), "--model.layers=10", "--layout.shard=parameters"], ranks=2)
     layout, batch = validate(config)
     monkeypatch.setattr(simulate, "extrapolate", fail)
     result = simulate.simulate_rank(config, layout, batch, 0)

@@ -8,10 +8,10 @@ import sys
 
 import pytest
 import torch.distributed as dist
+from small_run import load_cpu_config
 
 import meshwright
 from meshwright.cli import main
-from meshwright.config import load_config
 from meshwright.errors import ConfigError
 from meshwright.simulator.fake_ddp import bucket_counts
 
@@ -58,7 +58,7 @@ def test_simulate_pipeline_reports_first_and_last_stage_and_micro_batches_in_fli
 
 
 def test_simulate_function_leaves_no_process_group(empty_folder):
-    simulation = meshwright.simulate(load_config(overrides=SMALL), ranks=4, rank=[1])
+    simulation = meshwright.simulate(load_cpu_config(overrides=SMALL), ranks=4, rank=[1])
     assert simulation.results[0].rank == 1
     assert any("DDP" in note for note in simulation.notes)
     assert not dist.is_initialized()
@@ -95,7 +95,7 @@ def test_simulate_reports_an_error_of_torch_in_one_line(monkeypatch):
     monkeypatch.setattr(simulate, "run_second_step", fail)
     expected = r"layout replicate 2, rank 0: torch cannot build this layout: Stages do not match; try another layout"
     with pytest.raises(ConfigError, match=expected):
-        meshwright.simulate(load_config(overrides=SMALL))
+        meshwright.simulate(load_cpu_config(overrides=SMALL))
 
 
 def test_interrupted_simulation_destroys_the_fake_process_group(monkeypatch):
@@ -106,7 +106,7 @@ def test_interrupted_simulation_destroys_the_fake_process_group(monkeypatch):
 
     monkeypatch.setattr(simulate, "run_second_step", interrupt)
     with pytest.raises(KeyboardInterrupt):
-        meshwright.simulate(load_config(overrides=SMALL))
+        meshwright.simulate(load_cpu_config(overrides=SMALL))
     assert not dist.is_initialized()
 
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
+from small_run import load_cpu_config
 
-from meshwright.config import load_config
 from meshwright.planner.exact.comm_volume import CollectiveVolume, comm_volume
 from meshwright.planner.exact.compare import compare_rows
 from meshwright.simulator.simulate import simulate_rank
@@ -20,7 +20,7 @@ MODEL = (
 @pytest.mark.parametrize("layout_options", ["--layout.shard=parameters --layout.tensor=2", "--layout.tensor=2"])
 def test_partial_gradients_are_all_reduced_in_their_own_precision(layout_options, micro):
     options = [*MODEL.split(), *layout_options.split(), "--batch.global=4", f"--batch.micro={micro}"]
-    config = load_config(overrides=options)
+    config = load_cpu_config(overrides=options)
     layout, batch = validate(config)
     rank = layout.ranks - 1
     measured = [

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import pytest
 from hybrid_layouts import HYBRIDS, MACHINE, balanced_config, overrides_of
+from small_run import load_cpu_config
 from step_harness import accumulating_config
 
-from meshwright.config import RunConfig, load_config
+from meshwright.config import RunConfig
 from meshwright.planner.cost.peak_memory import estimate_memory
 from meshwright.planner.exact.activation_messages import data_dependent_axes
 from meshwright.planner.exact.comm_volume import CollectiveVolume, comm_volume
@@ -34,7 +35,7 @@ OTHER_OPTIMIZERS = ["shard=parameters replicate=2 optimizer=lion", "shard=optimi
 
 
 def scaled_down(row: str) -> RunConfig:
-    return accumulating_config(load_config(overrides=overrides_of(row)))
+    return accumulating_config(load_cpu_config(overrides=overrides_of(row)))
 
 
 def differences(config: RunConfig, rank: int) -> list[str]:
@@ -129,7 +130,7 @@ SLOW = ("context parallel", "many micro-batches", "16,384 ranks")
     "name", [pytest.param(name, marks=pytest.mark.long) if name in SLOW else name for name in LARGE]
 )
 def test_simulated_volume_and_state_memory_equal_the_formulas_on_thousands_of_ranks(name):
-    config = load_config(overrides=[*SMALL.split(), *LARGE[name].split()])
+    config = load_cpu_config(overrides=[*SMALL.split(), *LARGE[name].split()])
     assert differences(config, validate(config)[0].ranks - 1) == []
 
 
@@ -167,5 +168,5 @@ SMALL_FAMILY = [
     ],
 )
 def test_formulas_of_families_with_uneven_blocks_and_learned_positions(model, layout):
-    config = load_config(overrides=[*SMALL_FAMILY, *model, "--layout.replicate=1", *layout])
+    config = load_cpu_config(overrides=[*SMALL_FAMILY, *model, "--layout.replicate=1", *layout])
     assert [line for rank in (0, 3) for line in differences(config, rank)] == []

@@ -9,9 +9,9 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
+from small_run import load_cpu_config
 from step_harness import count_third_step
 
-from meshwright.config import load_config
 from meshwright.launch.ranks import run_ranks
 from meshwright.simulator.simulate import simulate_rank
 from meshwright.topology.unsupported import validate
@@ -40,7 +40,7 @@ def count_steps(world, configs):
 
 
 def load_layout(name: str):
-    return load_config(overrides=[*SMALL.split(), *LAYOUTS[name].split()])
+    return load_cpu_config(overrides=[*SMALL.split(), *LAYOUTS[name].split()])
 
 
 @cache

@@ -7,9 +7,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from small_run import load_cpu_config
 
 import meshwright
-from meshwright.config import load_config
 from meshwright.errors import ConfigError
 
 peft = pytest.importorskip("peft")
@@ -53,7 +53,7 @@ class Tokens:
 def test_model_of_peft_trains_on_two_ranks_with_its_base_frozen(tmp_path):
     model = adapted_model()
     before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-    config = load_config(overrides=OPTIONS, ranks=2)
+    config = load_cpu_config(overrides=OPTIONS, ranks=2)
     result = meshwright.train(config, model=model, source=Tokens(), run=tmp_path / "run")
     changed = {name for name, parameter in result.model.named_parameters() if not torch.equal(parameter, before[name])}
     assert changed
@@ -62,7 +62,7 @@ def test_model_of_peft_trains_on_two_ranks_with_its_base_frozen(tmp_path):
 
 
 def test_lora_of_a_custom_model_is_refused_with_a_pointer_to_peft(tmp_path):
-    config = load_config(overrides=OPTIONS)
+    config = load_cpu_config(overrides=OPTIONS)
     lora = replace(config.lora, rank=4)
     with pytest.raises(ConfigError, match="get_peft_model"):
         meshwright.train(replace(config, lora=lora), model=adapted_model(), source=Tokens(), run=tmp_path / "run")

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from small_run import small_config
+from small_run import load_cpu_config, small_config
 from step_harness import LR, build_loader, build_step, masked_source
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from meshwright.config import Batch, RunConfig, load_config
+from meshwright.config import Batch, RunConfig
 from meshwright.config.device_defaults import with_device_defaults
 from meshwright.data.loader import Loader, MicroBatch
 from meshwright.data.source import ConcatenatedSource, Source
@@ -25,7 +25,9 @@ from meshwright.trainer.expert_balancer import ExpertBalancer
 from meshwright.trainer.precision import Precision
 from meshwright.trainer.step import Step, StepContext, step_seed
 
-CONFIG = load_config(overrides=["--model.width=32", "--model.layers=2", "--model.ffn=48", "--precision.compute=fp64"])
+CONFIG = load_cpu_config(
+    overrides=["--model.width=32", "--model.layers=2", "--model.ffn=48", "--precision.compute=fp64"]
+)
 
 
 def stream_for(config: RunConfig, source: Source, batch: Batch) -> Stream:
@@ -49,7 +51,7 @@ def test_masked_source_gives_every_rank_another_token_count():
 
 def one_step(world: World, *overrides: str) -> dict:
     """Runs four steps of a small model and returns what the last one counted."""
-    config = load_config(overrides=["--model.width=32", "--model.layers=2", "--model.ffn=48", *overrides])
+    config = load_cpu_config(overrides=["--model.width=32", "--model.layers=2", "--model.ffn=48", *overrides])
     precision = Precision(config.precision, world.device)
     model = build_model(config.model, 0, precision.parameters)
     optimizer = build_optimizer(dict(model.named_parameters()), config.optimizer)

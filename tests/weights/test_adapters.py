@@ -9,10 +9,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from small_run import load_cpu_config
 
 import meshwright
 from meshwright.checkpoint.inspect import digest, find_published, run_config
-from meshwright.config import load_config
 from meshwright.errors import CheckpointError, ConfigError, IdentityError
 from meshwright.weights.export import export_checkpoint
 
@@ -56,7 +56,7 @@ def tuned(tmp_path_factory):
     """A folder with a base model and a run that has fine-tuned it on two ranks."""
     root = tmp_path_factory.mktemp("tuned")
     base_model().save_pretrained(root / "base")
-    config = load_config(overrides=[*OPTIONS, f"--init_from={root / 'base'}"], ranks=2)
+    config = load_cpu_config(overrides=[*OPTIONS, f"--init_from={root / 'base'}"], ranks=2)
     meshwright.train(config, run=root / "run")
     return root
 

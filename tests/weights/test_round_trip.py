@@ -8,11 +8,11 @@ from pathlib import Path
 import pytest
 import torch
 from huggingface_models import CONFIGS
+from small_run import load_cpu_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from meshwright.checkpoint.inspect import select_intact
 from meshwright.cli import main
-from meshwright.config import load_config
 from meshwright.models.init import build_empty
 from meshwright.models.registry import FAMILIES
 from meshwright.weights.checkpoint_tensors import CheckpointTensors
@@ -36,7 +36,7 @@ def save_random_model(family: str, folder: Path, dtype: torch.dtype = torch.floa
 def trained_model(run: Path, dtype: torch.dtype) -> torch.nn.Module:
     """The built-in model with the parameters of the newest checkpoint."""
     tensors = CheckpointTensors(select_intact(run, None))
-    model = build_empty(load_config(run).model, dtype, "cpu")
+    model = build_empty(load_cpu_config(run).model, dtype, "cpu")
     with torch.no_grad():
         for name, tensor in (*model.named_parameters(), *model.named_buffers()):
             bits = tensors.read(name, (0,) * tensor.ndim, tensor.shape)
