@@ -38,7 +38,8 @@ class Float8(NamedTuple):
 def to_float8(x: Tensor) -> Float8:
     """Casts a matrix by rows. Compiled, it is one kernel together with the operators that make `x`."""
     amax = x.abs().amax(dim=1, keepdim=True).float().clamp(min=SMALLEST_AMAX)
-    return Float8((x.float() * (LARGEST / amax)).to(FLOAT8), amax / LARGEST)
+    factor = torch.full_like(amax, LARGEST) / amax  # a number divided by a tensor would be rounded twice
+    return Float8((x.float() * factor).to(FLOAT8), amax / LARGEST)
 
 
 def to_float8_both(x: Tensor) -> tuple[Float8, Float8]:
@@ -61,23 +62,25 @@ def cast_both(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     from meshwright.kernels.float8_kernel import cast
 
     x = x.contiguous()
-    amax = x.new_zeros(sum(x.shape), dtype=torch.float32)
-    row_amax, column_amax = amax.split(x.shape)
-    values, columns = x.new_empty(x.shape, dtype=FLOAT8), empty_columns(x)
-    cast(x, row_amax, column_amax, values, columns, LARGEST, SMALLEST_AMAX)
-    row_scale, column_scale = (amax.clamp(min=SMALLEST_AMAX) / LARGEST)[:, None].split(x.shape)
-    return values, row_scale.clone(), columns, column_scale.clone()
+    row_amax, column_amax = x.new_zeros(sum(x.shape), dtype=torch.float32).split(x.shape)
+    by_rows, by_columns = empty_rows(x), empty_columns(x)
+    cast(x, row_amax, column_amax, by_rows, by_columns, LARGEST, SMALLEST_AMAX)
+    return (*by_rows, *by_columns)
 
 
 @cast_both.register_fake
 def _(x: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    scale = x.new_empty(len(x), 1, dtype=torch.float32)
-    return x.new_empty(x.shape, dtype=FLOAT8), scale, empty_columns(x), x.new_empty(x.shape[1], 1, dtype=torch.float32)
+    return (*empty_rows(x), *empty_columns(x))
 
 
-def empty_columns(x: Tensor) -> Tensor:
+def empty_rows(x: Tensor) -> Float8:
+    return Float8(x.new_empty(x.shape, dtype=FLOAT8), x.new_empty(len(x), 1, dtype=torch.float32))
+
+
+def empty_columns(x: Tensor) -> Float8:
     rows, columns = x.shape
-    return x.new_empty(columns, rows + -rows % MULTIPLE, dtype=FLOAT8)
+    values = x.new_empty(columns, rows + -rows % MULTIPLE, dtype=FLOAT8)
+    return Float8(values, x.new_empty(columns, 1, dtype=torch.float32))
 
 
 def cast_columns(x: Tensor) -> Float8:
@@ -87,9 +90,9 @@ def cast_columns(x: Tensor) -> Float8:
     from meshwright.kernels.float8_kernel import cast
 
     x = x.contiguous()
-    amax, columns = x.new_zeros(x.shape[1], dtype=torch.float32), empty_columns(x)
-    cast(x, None, amax, None, columns, LARGEST, SMALLEST_AMAX)
-    return Float8(columns, (amax.clamp(min=SMALLEST_AMAX) / LARGEST)[:, None])
+    amax, by_columns = x.new_zeros(x.shape[1], dtype=torch.float32), empty_columns(x)
+    cast(x, None, amax, (None, None), by_columns, LARGEST, SMALLEST_AMAX)
+    return by_columns
 
 
 def multiply(left: Float8, right: Float8, dtype: torch.dtype) -> Tensor:
