@@ -144,7 +144,9 @@ for rows, columns, padded in [(50, 48, 64), (600, 144, 608)]:
     for amax, scale, dim in ((row_amax, row_scale, 1), (column_amax, column_scale, 0)):
         assert torch.equal(amax, x.float().abs().amax(dim))
         assert torch.equal(scale[:, 0], amax.clamp(min=SMALLEST_AMAX) / LARGEST)
-    row_factor, column_factor = (torch.full_like(a, LARGEST) / a.clamp(min=SMALLEST_AMAX) for a in (row_amax, column_amax))
+    row_factor, column_factor = (
+        torch.full_like(amax, LARGEST) / amax.clamp(min=SMALLEST_AMAX) for amax in (row_amax, column_amax)
+    )
     assert torch.equal(by_rows, x.float() * row_factor[:, None])
     assert torch.equal(by_columns[:, :rows], (x.float() * column_factor).t())
     assert not by_columns[:, rows:].any()
