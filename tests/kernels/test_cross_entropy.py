@@ -78,6 +78,15 @@ def test_the_weight_gradient_of_many_chunks_in_bfloat16_is_rounded_once():
     assert (whole != chunks).sum() <= 0.01 * whole.numel()  # the order of float32 sums moves few of them to a neighbour
 
 
+def test_gradients_in_bfloat16_are_multiplied_by_a_factor_that_is_not_rounded():
+    hidden, weight, labels = inputs(dtype=torch.bfloat16)
+    whole, third = (
+        torch.autograd.grad(linear_cross_entropy(hidden, weight, labels, IGNORE_INDEX) * factor, hidden)[0]
+        for factor in (1.0, 1 / 3)
+    )
+    assert torch.equal(third, (whole.float() * torch.tensor(1 / 3)).bfloat16())
+
+
 def test_autocast_gives_the_gradient_the_dtype_of_the_parameter():
     hidden, weight, labels = inputs(dtype=torch.float32)
     with torch.autocast("cpu", torch.bfloat16):
@@ -111,8 +120,8 @@ def test_no_tensor_has_the_logits_of_more_than_one_chunk():
 @pytest.mark.parametrize(("tokens", "vocab"), [(16384, 128256), (32768, 50257), (100, 128256), (1, 7)])
 def test_chunks_are_equal_and_within_the_limit(tokens, vocab):
     chunk = default_chunk(tokens, vocab, itemsize=2)
-    assert chunk % 128 == 0
-    assert (chunk - 128) * vocab * 2 <= 512 * 2**20
+    assert chunk % 256 == 0
+    assert (chunk - 256) * vocab * 2 <= 2**30
     last = tokens % chunk or chunk
     assert tokens <= chunk or last > chunk / 2
 
@@ -133,19 +142,23 @@ def test_compiled_it_is_one_graph_with_the_same_gradients():
 INTERPRETED = """
 import torch
 from meshwright.kernels.cross_entropy import Rows
+from meshwright.kernels.cross_entropy_kernel import launch_scale
 
 for dtype, cap, vocab in [(torch.float32, None, 5000), (torch.float32, 3.0, 70), (torch.bfloat16, None, 70)]:
     generator = torch.Generator().manual_seed(0)
     logits = (4 * torch.randn(8, vocab, generator=generator)).to(dtype)
     labels = torch.tensor([0, vocab - 1, -100, 5, 9, -100, vocab, -1])  # the last two are outside of the vocabulary
     for modes in ([(True, True)], [(True, False)], [(True, False), (False, True)]):
-        padded = torch.zeros(8, vocab + 3, dtype=dtype)[:, :vocab].copy_(logits)
-        by_triton, by_torch = (Rows(x, labels, *torch.empty(2, 8), -100, cap) for x in (padded, logits.clone()))
+        padded = torch.nn.functional.pad(logits, (0, 3), value=7.0)
+        by_triton, by_torch = (Rows(padded.clone(), vocab, labels, *torch.empty(2, 8), -100, cap) for _ in range(2))
         for statistics, gradient in modes:
             by_triton.compute(statistics=statistics, gradient=gradient)
             by_torch.compute_by_torch(statistics=statistics, gradient=gradient)
         for name in ("logits", "log_sums", "targets"):
             torch.testing.assert_close(getattr(by_triton, name), getattr(by_torch, name))
+
+matrix, factor = torch.randn(3, 5000), torch.tensor(1 / 3)
+assert torch.equal(launch_scale(matrix, factor, torch.float32), matrix * factor)
 """
 
 
