@@ -113,6 +113,7 @@ def synchronizations(case: str, *settings: str) -> list[str]:
     """Where steps 3 to 8 synchronize, on any rank."""
     with tempfile.TemporaryDirectory() as folder:
         job = job_of(case, Path(folder), *settings).as_attempt(1, 0, fork=False)
+        job.folder.root.mkdir()
         found = run_ranks(watch_steps, job.layout.ranks, job, launch=job.config.launch, timeout=TIMEOUT)
     return sorted({place for places in found for place in places})
 
