@@ -94,11 +94,13 @@ def make_choices(job: Job, step: Step, identity: dict[str, Any], first: Callable
     recorded = recorded_choices(identity["choices"], device)
     on_cuda, times = step.world.device.type == "cuda", dict[str, dict[str, float | None]]()
     is_open = {"attention": settings.kernels.attention is None, "scope": settings.compile.scope is None}
-    to_measure = {key for key, open_ in is_open.items() if on_cuda and open_ and key not in recorded}
+    # A measurement may choose otherwise in the next run, so that a deterministic run chooses by rule.
+    measures = on_cuda and not torch.are_deterministic_algorithms_enabled()
+    to_measure = {key for key, open_ in is_open.items() if measures and open_ and key not in recorded}
     inputs = step.load_first(first) if to_measure else None
 
     attention = settings.kernels.attention or recorded.get("attention")
-    if "attention" in to_measure and inputs is not None and not torch.are_deterministic_algorithms_enabled():
+    if "attention" in to_measure and inputs is not None:
         times["attention"] = slowest_ranks(step.world, time_attention(step, inputs))
         attention = fastest(times["attention"])
     if attention is not None:
