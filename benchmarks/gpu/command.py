@@ -13,19 +13,25 @@ import json
 import platform
 import sys
 import warnings
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from benchmarks.gpu import ceilings, checkpoint_row, numerics, start_row
+from benchmarks.gpu import ceilings, checkpoint_row, numerics, profile_row, start_row
 from benchmarks.gpu.rows import PAIRS
 from benchmarks.gpu.session import TURN_SECONDS, Session, report
-from benchmarks.gpu.shapes import SHAPES, tiny
+from benchmarks.gpu.shapes import SHAPES, Shape, tiny
+from benchmarks.gpu.speed_page import write_page
 
 PACKAGES = ("torch", "triton", "transformers", "accelerate", "pytorch-lightning")
-SINGLE = {"checkpoint": (checkpoint_row.measure, ("b",), 80.0), "start": (start_row.measure, ("a", "b"), 100.0)}
+SINGLE = {
+    "checkpoint": (checkpoint_row.measure, ("b",), 80.0),
+    "start": (start_row.measure, ("a", "b"), 100.0),
+    "profile": (profile_row.measure, ("a", "b", "c"), 30.0),
+}
 """Rows that are not pairs: the function that measures them, their models, and about how many seconds they take."""
 ROWS = ("ceiling", "numerics", *(row.name for row in PAIRS), *SINGLE)
 
@@ -33,7 +39,11 @@ ROWS = ("ceiling", "numerics", *(row.name for row in PAIRS), *SINGLE)
 def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks gpu", description=__doc__)
     parser.add_argument("--models", default="a,b,c", help="models to measure: a, b and c, separated by commas")
-    parser.add_argument("--rows", default=",".join(ROWS), help=f"rows to measure: {', '.join(ROWS)}")
+    parser.add_argument(
+        "--rows",
+        default=",".join(name for name in ROWS if name != "profile"),
+        help=f"rows to measure: {', '.join(ROWS)}",
+    )
     parser.add_argument("--rounds", type=int, default=3, help="turns of each contender of a row")
     parser.add_argument(
         "--budget", type=float, default=3600.0, metavar="SECONDS", help="starts no row that would not fit"
@@ -41,7 +51,11 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--quick", action="store_true", help="one round, a quarter of the steps, and a short ceiling")
     parser.add_argument("--tiny", action="store_true", help="tiny models on the CPU: runs the code, measures nothing")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to this file after every row")
+    parser.add_argument("--add", action="store_true", help="keep the rows of FILE that are not measured again")
+    parser.add_argument("--write-docs", action="store_true", help="write the tables of docs/speed.md from the result")
     args = parser.parse_args(arguments)
+    if args.add and args.json is None:
+        parser.error("--add needs --json FILE")
     models, rows = args.models.split(","), args.rows.split(",")
     for name, known in ((set(models), set(SHAPES)), (set(rows), set(ROWS))):
         if unknown := name - known:
@@ -53,26 +67,33 @@ def main(arguments: list[str]) -> None:
     rounds = 1 if args.quick or args.tiny else args.rounds
     gc.collect()
     gc.freeze()  # no contender pays for garbage collection of what others have imported
-    session = Session(device, rounds, args.budget, args.json, about(device))
-    run_rows(session, models, rows, quick=args.quick, tiny_shapes=args.tiny)
+    earlier = json.loads(args.json.read_text()) if args.add and args.json.exists() else {}
+    adapt = tiny if args.tiny else with_few_steps if args.quick else with_all_steps
+    session = Session(device, rounds, args.budget, args.json, earlier, about(device), adapt)
+    run_rows(session, models, rows, 0.1 if args.tiny else 2.0 if args.quick else 8.0)
     print(json.dumps(session.result, indent=1))
+    if args.write_docs:
+        write_page(session.result)
 
 
-def run_rows(
-    session: Session, models: list[str], rows: list[str], quick: bool = False, tiny_shapes: bool = False
-) -> None:
+def with_few_steps(shape: Shape) -> Shape:
+    return replace(shape, steps=max(2, shape.steps // 4))
+
+
+def with_all_steps(shape: Shape) -> Shape:
+    return shape
+
+
+def run_rows(session: Session, models: list[str], rows: list[str], ceiling_seconds: float) -> None:
     """Measures rows model by model, so that Meshwright is built once per model."""
     torch._dynamo.config.recompile_limit = 64  # contenders of one model share the compiler
-    seconds = 0.1 if tiny_shapes else 2.0 if quick else 8.0
     if "ceiling" in rows:
-        session.result["ceilings"] = ceilings.measure(session.device, seconds)
+        session.result["ceilings"] = ceilings.measure(session.device, ceiling_seconds)
         report(f"ceiling: {session.result['ceilings']}")
     for model in models:
-        shape = tiny(SHAPES[model]) if tiny_shapes else SHAPES[model]
+        shape = session.adapt(SHAPES[model])
         if "numerics" in rows:
             session.measure("numerics", model, 15.0, [], partial(numerics.check, shape, session.device))
-        if quick:
-            shape = shape.with_steps(max(2, shape.steps // 4))
         for row in PAIRS:
             if row.name in rows and model in row.models:
                 estimate = row.setup_seconds + session.rounds * 2 * TURN_SECONDS

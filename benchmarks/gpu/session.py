@@ -27,11 +27,19 @@ class Session:
     """The rows that were measured, and Meshwright as it is by default, which stays built while rows use its model."""
 
     def __init__(
-        self, device: torch.device, rounds: int, budget: float, path: Path | None, about: dict[str, Any]
+        self,
+        device: torch.device,
+        rounds: int,
+        budget: float,
+        path: Path | None,
+        earlier: dict[str, Any],
+        about: dict[str, Any],
+        adapt: Callable[[Shape], Shape] = lambda shape: shape,
     ) -> None:
-        self.device, self.rounds, self.path = device, rounds, path
+        """`adapt` makes the shapes smaller, for a quick look or for the CPU."""
+        self.device, self.rounds, self.path, self.adapt = device, rounds, path, adapt
         self.begin, self.budget = time.monotonic(), budget
-        self.result: dict[str, Any] = {**about, "rounds": rounds, "rows": [], "skipped": []}
+        self.result: dict[str, Any] = earlier | about | {"rows": earlier.get("rows", []), "skipped": []}
         self.default: tuple[Shape, Entrant] | None = None
 
     def measure(
@@ -46,7 +54,7 @@ class Session:
         if elapsed + seconds > self.budget:
             return self.skip(name, model, f"about {seconds:.0f} s do not fit in {self.budget - elapsed:.0f} s")
         begin = time.monotonic()
-        row: dict[str, Any] = {"row": name, "model": model}
+        row: dict[str, Any] = {"row": name, "model": model, "rounds": self.rounds, "date": self.result["date"]}
         try:
             row |= run()
         except Exception as error:  # noqa: BLE001 - a contender may fail in any way
@@ -54,7 +62,8 @@ class Session:
             row["error"] = f"{type(error).__name__}: {error}"[:500]
         free_memory(self.device)
         row["seconds"] = round(time.monotonic() - begin, 1)
-        self.result["rows"].append(row)
+        rows = [other for other in self.result["rows"] if (other["row"], other["model"]) != (name, model)]
+        self.result["rows"] = [*rows, row]
         self.write()
         report(describe(row))
 
@@ -70,7 +79,10 @@ class Session:
 
     def pair(self, row: PairRow, shape: Shape) -> dict[str, Any]:
         """Two contenders in turns: first, second, first, second."""
-        first, second = self.enter(row.first, shape), self.enter(row.second, shape)
+        # Meshwright by default is built first and stays; what is built last leaves first, as signal handlers require.
+        order = sorted((row.first, row.second), key=lambda side: side.make is not None)
+        entrants = {side.title: self.enter(side, shape) for side in order}
+        first, second = entrants[row.first.title], entrants[row.second.title]
         since = len(first.turns), len(second.turns)
         steps = shape.steps
         for _ in range(self.rounds):
@@ -84,9 +96,9 @@ class Session:
         if row.by_utilization and results[1]["tflops"]:
             ratio = {"median": round(results[0]["tflops"] / results[1]["tflops"], 4)}
         memory = round(results[0]["peak_gib"] / results[1]["peak_gib"], 4) if results[1]["peak_gib"] else None
-        for side, entrant in ((row.first, first), (row.second, second)):
+        for side in reversed(order):
             if side.make is not None:
-                entrant.leave()
+                entrants[side.title].leave()
         return {
             "first": {"title": row.first.title, **results[0]},
             "second": {"title": row.second.title, **results[1]},
@@ -96,7 +108,7 @@ class Session:
         }
 
     def enter(self, side: Side, shape: Shape) -> Entrant:
-        shape = side.shape or shape
+        shape = self.adapt(side.shape) if side.shape is not None else shape
         if side.make is not None:
             return Entrant.enter(
                 partial(side.make, shape, self.device), self.device, shape.tokens, shape.flops_per_token
@@ -132,7 +144,7 @@ def describe(row: dict[str, Any]) -> str:
         return f"{head}: FAILED, {row['error']}"
     met = "".join(f"; {t['quantity']} {t['target']} {'met' if t['met'] else 'MISSED'}" for t in row.get("targets", []))
     if "ratio" not in row:
-        body = {key: value for key, value in row.items() if key not in ("row", "model", "targets")}
+        body = {key: value for key, value in row.items() if key not in ("row", "model", "date", "targets")}
         return f"{head}: {json.dumps(body)}{met}"
     sides = " | ".join(
         f"{side['title']} {side['step_ms']:.2f} ms [{side['step_ms_range'][0]:.2f}-{side['step_ms_range'][1]:.2f}] "

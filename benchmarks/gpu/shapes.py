@@ -58,9 +58,6 @@ class Shape:
         """6 per weight of a matmul, and attention over the full sequence (not halved for causality)."""
         return 6 * self.matmul_parameters + 12 * self.layers * self.width * self.sequence
 
-    def with_steps(self, steps: int) -> Shape:
-        return replace(self, steps=steps)
-
     def model_config(self) -> ModelConfig:
         """The same model as Meshwright configures it."""
         gpt2 = self.family == "gpt2"

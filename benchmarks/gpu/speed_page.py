@@ -1,0 +1,223 @@
+"""Writes the tables of docs/speed.md from the JSON of a benchmark, so that no figure of the page is typed."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+from benchmarks.gpu.shapes import SHAPES
+
+ROOT = Path(__file__).parents[2]
+PAGE, RESULTS = ROOT / "docs" / "speed.md", ROOT / "benchmarks" / "results" / "gpu.json"
+BLOCK = re.compile(r"(<!-- (\w+): begin -->\n).*?(<!-- \2: end -->)", re.DOTALL)
+Result = dict[str, Any]
+Row = dict[str, Any]
+CONTENDERS = ("best", "eager", "accelerate", "accelerate-regional", "accelerate-compiled", "lightning")
+
+
+def write_page(result: Result) -> None:
+    """Stores a result as the one that the page shows, and writes the tables of the page."""
+    RESULTS.write_text(json.dumps(result, indent=1) + "\n")
+    PAGE.write_text(render(PAGE.read_text(), result))
+
+
+def render(page: str, result: Result) -> str:
+    """The page with every block that is marked `<!-- NAME: begin -->` written from the result."""
+    return BLOCK.sub(lambda match: match[1] + BLOCKS[match[2]](result) + match[3], page)
+
+
+def table(head: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
+    """A Markdown table, or a line that says that nothing of it was measured."""
+    lines = [f"| {' | '.join(map(str, row))} |" for row in rows]
+    if not lines:
+        return "Not measured yet.\n"
+    columns = list(head)
+    return "\n".join([f"| {' | '.join(columns)} |", "|" + "---|" * len(columns), *lines]) + "\n"
+
+
+def rows_of(result: Result, names: Iterable[str] | None = None) -> Iterator[Row]:
+    """The rows that were measured, in the order of `names`."""
+    measured = [row for row in result["rows"] if "error" not in row]
+    for name in names if names is not None else dict.fromkeys(row["row"] for row in measured):
+        yield from (row for row in measured if row["row"] == name)
+
+
+def machine(result: Result) -> str:
+    packages = ", ".join(f"{name} {version}" for name, version in result["packages"].items() if version)
+    ceilings = result.get("ceilings", {})
+    lines = [
+        f"Measured on {result['date']} on one {result['device']} ({result['memory_gib']} GiB) with {packages}, "
+        f"CUDA {result['cuda']}, cuDNN {result['cudnn']} and Python {result['python']}."
+    ]
+    if ceilings:
+        lines.append(
+            f"A bfloat16 product of matrices of {ceilings['matmul_size']} x {ceilings['matmul_size']} reaches "
+            f"{ceilings['matmul_burst_tflops']:.0f} TFLOP/s in a burst and {ceilings['matmul_sustained_tflops']:.0f} "
+            f"TFLOP/s sustained at the power limit of the card; the datasheet says {ceilings['datasheet_tflops']:.0f}."
+        )
+    return "\n".join(lines) + "\n"
+
+
+def throughput(result: Result) -> str:
+    """Meshwright and every contender by model."""
+
+    def cells(model: str, side: Row, ratio: str, targets: list[Row]) -> list[str]:
+        use = side["utilization"]
+        return [
+            model,
+            side["title"],
+            f"{side['step_ms']:.1f}",
+            f"{side['tokens_per_second']:,}",
+            f"{side['tflops']:.0f}",
+            f"{use['datasheet']:.1%}" if "datasheet" in use else "",
+            f"{use['sustained']:.1%}" if "sustained" in use else "",
+            f"{side['peak_gib']:.1f}",
+            ratio,
+            describe_targets(targets),
+        ]
+
+    rows = []
+    for model in SHAPES:
+        measured = [row for row in rows_of(result, CONTENDERS) if row["model"] == model]
+        if measured:
+            rows.append(cells(f"**{model}**", measured[0]["first"], "", []))
+        rows += [cells(model, row["second"], describe_ratio(row["ratio"]), row["targets"]) for row in measured]
+    head = ("model", "loop", "ms per step", "tokens/s", "TFLOP/s", "MFU, datasheet", "MFU, sustained", "peak GiB")
+    return table((*head, "Meshwright / it", "targets"), rows)
+
+
+def settings(result: Result) -> str:
+    """Rows in which one side is a setting of Meshwright, or a model handed to it."""
+    names = [name for name in dict.fromkeys(row["row"] for row in rows_of(result)) if name not in CONTENDERS]
+    rows = [
+        [
+            row["model"],
+            row["first"]["title"],
+            f"{row['first']['step_ms']:.1f}",
+            f"{row['first']['peak_gib']:.1f}",
+            row["second"]["title"],
+            f"{row['second']['step_ms']:.1f}",
+            f"{row['second']['peak_gib']:.1f}",
+            describe_ratio(row["ratio"]),
+            describe_targets(row["targets"]),
+        ]
+        for row in rows_of(result, names)
+        if "ratio" in row
+    ]
+    head = ("model", "first", "ms", "GiB", "second", "ms", "GiB", "speed, first / second", "targets")
+    return table(head, rows)
+
+
+def numerics(result: Result) -> str:
+    rows = [
+        [row["model"], name, f"{found['loss']:.1e}", f"{found['gradient']:.1e}", f"{found['tolerance']['gradient']:g}"]
+        for row in rows_of(result, ("numerics",))
+        for name, found in row["models"].items()
+        if "skipped" not in found
+    ]
+    return table(("model", "computed by", "loss", "gradient", "tolerance of the gradient"), rows)
+
+
+def predictions(result: Result) -> str:
+    """What the planner predicts for every run of Meshwright that was measured."""
+    rows = {}
+    for row in rows_of(result):
+        for side in (row.get("first", {}), row.get("second", {})):
+            if predicted := side.get("predicted"):
+                time, memory = (side[key] / predicted[key] - 1 for key in ("step_ms", "peak_gib"))
+                rows[row["model"], side["title"]] = [
+                    row["model"],
+                    side["title"],
+                    f"{predicted['step_ms']:.1f}",
+                    f"{side['step_ms']:.1f}",
+                    f"{time:+.1%}",
+                    f"{predicted['peak_gib']:.1f}",
+                    f"{side['peak_gib']:.1f}",
+                    f"{memory:+.1%}",
+                ]
+    head = ("model", "run", "predicted ms", "measured ms", "error", "predicted GiB", "measured GiB", "error")
+    return table(head, rows.values())
+
+
+def checkpoint(result: Result) -> str:
+    rows: list[list[str]] = []
+    for row in rows_of(result, ("checkpoint",)):
+        own, peers = row["meshwright"], row["peers"]
+        rows += [
+            ["state", f"{own['bytes'] / 1e9:.1f} GB", ""],
+            ["steps are delayed by, in all", f"{own['stall_seconds'] * 1e3:.0f} ms", target_of(row, "stall, s")],
+            ["step time while it is written", f"{own['slowdown']:.3f} x", target_of(row, "step time meanwhile")],
+            ["published durably after", f"{own['published_after_seconds']:.1f} s", ""],
+            [
+                "relative to a plain fsynced write",
+                f"{row['write_ratio']:.2f} x",
+                target_of(row, "write rate / plain write"),
+            ],
+            [
+                "restored with verification at",
+                f"{own['restore_gb_per_second']:.1f} GB/s",
+                target_of(row, "restore, GB/s"),
+            ],
+            [f"torch.save of {peers['bytes'] / 1e9:.1f} GB stalls for", f"{peers['torch_save_seconds']:.1f} s", ""],
+            [
+                f"DCP's async_save of {peers['bytes'] / 1e9:.1f} GB stalls for",
+                f"{peers['dcp_async_save_stall_seconds']:.1f} s",
+                "",
+            ],
+        ]
+    return table(("quantity", "value", "target"), rows)
+
+
+def start(result: Result) -> str:
+    rows = [
+        [
+            row["model"],
+            label,
+            f"{times['build_seconds']:.1f}",
+            f"{times['first_step_seconds']:.1f}",
+            f"{times['process_seconds']:.1f}",
+        ]
+        for row in rows_of(result, ("start",))
+        for label, times in (("empty", row["cold"]), ("full", row["warm"]), ("full, again", row["warm_again"]))
+    ]
+    return table(("model", "compile cache", "build, s", "first step, s", "whole process, s"), rows)
+
+
+def loading(result: Result) -> str:
+    shares = {}
+    for row in rows_of(result, CONTENDERS):
+        if (share := row["first"].get("fetch_and_copy_share")) is not None:
+            shares[row["model"]] = share
+    return table(("model", "fetch and copy, share of the step"), [[m, f"{s:.2%}"] for m, s in sorted(shares.items())])
+
+
+def describe_ratio(ratio: Row) -> str:
+    low, high = ratio.get("range", (ratio["median"],) * 2)
+    return (
+        f"**{ratio['median']:.2f}** ({low:.2f} to {high:.2f})" if high - low >= 0.01 else f"**{ratio['median']:.3f}**"
+    )
+
+
+def describe_targets(targets: list[Row]) -> str:
+    return ", ".join(f"{t['quantity']} {t['target']}: {'met' if t['met'] else 'missed'}" for t in targets)
+
+
+def target_of(row: Row, quantity: str) -> str:
+    found = next(t for t in row["targets"] if t["quantity"] == quantity)
+    return f"{found['target']}: {'met' if found['met'] else 'missed'}"
+
+
+BLOCKS = {
+    "machine": machine,
+    "throughput": throughput,
+    "settings": settings,
+    "numerics": numerics,
+    "predictions": predictions,
+    "checkpoint": checkpoint,
+    "start": start,
+    "loading": loading,
+}
+"""The blocks of the page."""
