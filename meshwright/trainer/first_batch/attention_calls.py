@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from typing import Any
 
@@ -49,7 +50,8 @@ class AttentionCalls(TorchFunctionMode):
             args, kwargs = self.arguments[key]
             args, kwargs = tuple(map(fresh, args)), {name: fresh(value) for name, value in kwargs.items()}
             try:
-                with sdpa_kernel([BACKENDS[backend]]), autocast():
+                with warnings.catch_warnings(), sdpa_kernel([BACKENDS[backend]]), autocast():
+                    warnings.simplefilter("ignore")  # torch warns of every reason why a kernel does not apply
                     total += count * time_call(args, kwargs)
             except RuntimeError:  # no kernel of this backend supports the arguments
                 return None

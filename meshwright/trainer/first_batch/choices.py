@@ -144,8 +144,13 @@ def faster_scope(milliseconds: Mapping[str, float | None]) -> str:
 
 def may_compile_whole(job: Job) -> bool:
     """Whether one graph can contain the model, and is likely to be faster than one per block."""
-    is_built_in = job.custom is None
-    return is_built_in and not set(job.layout.active_axes) - {"replicate"} and parameter_count(job) < MAX_PARAMETERS
+    if (
+        job.custom is not None
+        or job.config.activation_checkpoint.offload
+        or set(job.layout.active_axes) - {"replicate"}
+    ):
+        return False
+    return parameter_count(job) < MAX_PARAMETERS
 
 
 def pays(steps: int, step_seconds: float) -> bool:
