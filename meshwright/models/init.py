@@ -21,11 +21,16 @@ ROWS_PER_KEY = 1024
 NO_LORA = LoraConfig()
 
 
-def build_on_meta(config: ModelConfig, dtype: torch.dtype, lora: LoraConfig = NO_LORA) -> nn.Module:
-    """The configured model on the meta device, without weights."""
+def build_on_meta(
+    config: ModelConfig, dtype: torch.dtype, lora: LoraConfig = NO_LORA, residual: torch.dtype | None = None
+) -> nn.Module:
+    """The configured model on the meta device, without weights. `residual` is the dtype of its residual stream; None:
+    that of its embedding.
+    """
     family = import_module(f"{family_package(config)}.model")
     with torch.device("meta"):
         model: nn.Module = family.build(config, family_options(config)).to(dtype)
+    model.decoder.residual = residual  # type: ignore[union-attr]
     if lora.enabled:
         add_factors(model, lora_spec(config, lora), lora.scale)
     return model

@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from meshwright.parallel.local_shard import LocalShard, local_shard
 from meshwright.parallel.parallel_spec import parameter_owners
+from meshwright.torch_private import BatchNormBase
 
 Fill = Callable[[LocalShard, str], None]
 """Writes the initial values of the parameter or buffer of this name into a local shard."""
@@ -42,13 +43,15 @@ class Materializer:
 
     @torch.no_grad()
     def initialize(self, module: nn.Module) -> None:
-        """Initializes the local shards of a submodule, by their names in the full model, and rounds its weights."""
+        """Initializes the local shards of a submodule, by their names in the full model, and rounds its weights. Those
+        beside the running statistics of BatchNorm, which are float32, stay as they are.
+        """
         names = {id(tensor): name for name, tensor in named_tensors(self.model)}
         if self.fill_shard is not None:
             for _, tensor in named_tensors(module):
                 name = names[id(tensor)]
                 self.fill_shard(local_shard(tensor), self.copied_from.get(name, name))
-        if self.weights == torch.bfloat16:
+        if self.weights == torch.bfloat16 and not any(isinstance(m, BatchNormBase) for m in self.model.modules()):
             copies = [p for p in module.parameters() if names.get(id(p)) in self.copied_from]
             masters = round_parameters(module, self.weights)
             self.masters |= {p: master for p, master in masters.items() if not any(p is copy for copy in copies)}

@@ -162,6 +162,10 @@ class ParallelModel:
         """The parameters of the run, which checkpoints contain: the same, or the master weight where there is one."""
         return {name: self.masters.get(parameter, parameter) for name, parameter in self.parameters().items()}
 
+    def gradients(self) -> dict[str, Tensor]:
+        """The gradients of the parameters that have one, sharded like them."""
+        return {name: parameter.grad for name, parameter in self.parameters().items() if parameter.grad is not None}
+
     @torch.no_grad()
     def round_masters(self) -> None:
         """Writes the master weights, rounded, to the model, after a checkpoint was loaded into them."""

@@ -22,7 +22,6 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.config import DDPConfig, PrecisionConfig, RunConfig
-from meshwright.config.dtypes import TORCH_NAMES
 from meshwright.errors import ConfigError
 from meshwright.models.layers.loss import use_fused_loss
 from meshwright.parallel.activation_memory.activation_checkpoint import apply_activation_checkpointing
@@ -98,7 +97,7 @@ def parallelize(
 
 def weights_dtype(config: PrecisionConfig) -> torch.dtype:
     """The dtype of the weights in a model whose parameters are float32."""
-    return getattr(torch, TORCH_NAMES[config.weights or "fp32"])  # type: ignore[no-any-return]
+    return torch.bfloat16 if (config.compute, config.weights) == ("bf16", "bf16") else torch.float32
 
 
 def shard_batch(context: ContextAttention, model: nn.Module, batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

@@ -98,11 +98,10 @@ class Tracer(TrainingObserver):
     def on_gradient(self, step: int, batches: list[MicroBatch]) -> None:
         scale = float(self.training.precision.scale)
         gradients = {}
-        for name, parameter in self.training.parameters.items():
-            if parameter.grad is not None:
-                # The local shard as the optimizer reads it: a gradient that still is a partial sum must be visible.
-                shard = local_shard(parameter).with_local(local_tensor(parameter.grad))
-                gradients[name] = region(shard, 1.0 / scale)
+        for name, gradient in self.training.parallel_model.gradients().items():
+            # The local shard as the optimizer reads it: a gradient that still is a partial sum must be visible.
+            shard = local_shard(self.training.parameters[name]).with_local(local_tensor(gradient))
+            gradients[name] = region(shard, 1.0 / scale)
         columns = zip(*(batch.tensors for batch in batches), strict=True)
         inputs = [[tensor.numpy().copy() for tensor in column] for column in columns]
         self.trace.steps.append(RankStep(step, torch.initial_seed(), inputs, gradients, scale))
@@ -138,7 +137,8 @@ class Tracer(TrainingObserver):
 
 def region(shard: LocalShard, factor: float = 1.0) -> Region:
     """A copy of a local shard in host memory."""
-    values = shard.local.cpu().numpy()
+    local = shard.local.float() if shard.local.dtype == torch.bfloat16 else shard.local
+    values = local.cpu().numpy()
     return Region(shard.shape, shard.offset, values * factor if factor != 1.0 else values.copy())
 
 

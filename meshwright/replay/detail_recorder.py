@@ -73,16 +73,17 @@ class DetailRecorder(TrainingObserver):
         if step != self.step:
             return
         scale = float(self.training.precision.scale)
-        for name, parameter in self.training.parameters.items():
+        gradients = self.training.parallel_model.gradients()
+        for name, parameter in self.training.parallel_model.parameters().items():
             if not parameter.requires_grad:
                 continue
-            shard = local_shard(parameter)
+            shard = local_shard(self.training.parameters[name])
             layer = self.short_name(layer_of(name, self.patterns))
             figures = ShardFigures(shard.offset, tuple(shard.local.shape), shard.shape, layer)
             self.before[name] = shard.local.to("cpu", copy=True)  # the device may have no room for a second copy
             figures.weight_square = square(shard.local)
-            if parameter.grad is not None:
-                gradient = local_tensor(parameter.grad)
+            if name in gradients:
+                gradient = local_tensor(gradients[name])
                 figures.gradient_square = square(gradient) / scale**2
                 figures.largest_gradient = largest(gradient) / scale
                 figures.nonfinite_gradients = int((~torch.isfinite(gradient)).sum())

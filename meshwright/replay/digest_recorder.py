@@ -67,7 +67,7 @@ class DigestRecorder(TrainingObserver):
     def on_gradient(self, step: int, batches: list[MicroBatch]) -> None:
         if self.reads_first:
             self.digests.samples[step] = [digest for batch in batches for digest in sample_digests(batch.tensors)]
-        named = ((n, p.grad) for n, p in self.training.parameters.items() if p.grad is not None)
+        named = self.training.parallel_model.gradients().items()
         self.digests.gradients[step] = self._digest(named, step, gradient=True)
 
     def on_step(self, outcome: object) -> None:  # noqa: ARG002

@@ -132,7 +132,7 @@ def parallelize_fake_model(
     config: RunConfig, layout: Layout, world: World, size: StepSize, fake_tensors: FakeTensors
 ) -> ParallelModel:
     """Builds and parallelizes the real model. torch shards fake parameters only outside the fake tensor mode."""
-    dtype = Precision(config.precision, world.device).parameters
+    precision = Precision(config.precision, world.device)
     placement = pipeline_placement(config, layout, world.rank, block_costs(config))
     blocks = sum(size.blocks)
     architecture = run_spec(config).architecture
@@ -142,7 +142,8 @@ def parallelize_fake_model(
         placement = shrink_stages(placement, size)
         blocks += len(size.blocks) + 1
     shrunk = replace(config, model=replace(config.model, layers=blocks))
-    model = set_trainable(build_on_meta(shrunk.model, dtype, config.lora), run_spec(shrunk))
+    model = build_on_meta(shrunk.model, precision.parameters, config.lora, precision.residual)
+    set_trainable(model, run_spec(shrunk))
     with fake_tensors.active():
         Materializer(model, None, world.device).allocate(model)
     spec = family_parallel_spec(run_spec(config))

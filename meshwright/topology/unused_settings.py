@@ -91,6 +91,10 @@ UNUSED_SETTINGS = (
         ("precision.loss_scale", "precision.scale_interval"),
         lambda config, _layout: "" if config.precision.compute == "fp16" else "precision.compute is not fp16",
     ),
+    UnusedSettings(
+        ("precision.weights", "precision.residual"),
+        lambda config, _layout: "" if config.precision.compute in ("bf16", "auto") else "precision.compute is not bf16",
+    ),
     *(UnusedSettings((f"optimizer.{key}",), partial(_kind_reason, kinds)) for key, kinds in OPTIMIZER_KINDS.items()),
     UnusedSettings(
         ("activation_checkpoint.memory_budget",),

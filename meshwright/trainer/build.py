@@ -69,7 +69,7 @@ def build_parallel_decoder(
         init_shard(shard.local, name, shard.shape, shard.offset, spec, config.seed)
 
     return parallelize(
-        set_trainable(build_on_meta(config.model, precision.parameters, config.lora), spec),
+        set_trainable(build_on_meta(config.model, precision.parameters, config.lora, precision.residual), spec),
         config,
         layout,
         world,

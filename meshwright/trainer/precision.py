@@ -21,6 +21,10 @@ class Precision:
     """
 
     def __init__(self, config: PrecisionConfig, device: torch.device) -> None:
+        self.residual: torch.dtype | None = None
+        """the dtype of the residual stream of built-in models; None: that of the embedding"""
+        if config.compute == "bf16" and config.residual is not None:
+            self.residual = getattr(torch, TORCH_NAMES[config.residual])
         self.compute: torch.dtype = getattr(torch, TORCH_NAMES[config.compute])
         self.device = device
         self.scaler = LossScale(config.loss_scale, config.scale_interval, device) if config.compute == "fp16" else None

@@ -160,7 +160,7 @@ class Step:
 
         if clock.enter("fetch") == "flip":
             self.context.before_update()
-            flip_bit(self.parallel_model.module)
+            flip_bit(next(iter(self.parallel_model.master_parameters().values())))
         batches = next(batches_by_step)
 
         control, loss = self.gradient(step, batches, clock)  # copy, forward, backward, sync
@@ -387,8 +387,8 @@ def step_seed(seed: int, step: int, coordinate: int) -> int:
     return int.from_bytes(digest, "little") >> 1
 
 
-def flip_bit(module: torch.nn.Module) -> None:
-    """Injects a silent fault: flips one bit of the first parameter."""
-    first = local_tensor(next(module.parameters())).reshape(-1)
+def flip_bit(parameter: Tensor) -> None:
+    """Injects a silent fault: flips one bit of a parameter."""
+    first = local_tensor(parameter).reshape(-1)
     bits = first.view({8: torch.int64, 4: torch.int32}[first.element_size()])
     bits[0] ^= 1 << 12

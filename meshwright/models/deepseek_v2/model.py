@@ -98,6 +98,9 @@ class DeepSeekV2Block(nn.Module):
 class DeepSeekV2Decoder(nn.Module):
     """Token ids -> hidden states."""
 
+    residual: torch.dtype | None = None
+    """the dtype of the residual stream; None: that of the embedding"""
+
     def __init__(self, config: ModelConfig, options: DeepSeekV2Options) -> None:
         super().__init__()
         self.embedding = nn.Embedding(config.vocab, config.width)
@@ -108,7 +111,7 @@ class DeepSeekV2Decoder(nn.Module):
         self.rotary = RotaryEmbedding(rotary_size, config.rope_theta, options.scaling)
 
     def forward(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
-        x = self.embedding(tokens)
+        x = self.embedding(tokens).to(self.residual)
         rotary = self.rotary(tokens.shape[1], x.dtype, x.device, documents)
         return self.norm(self.stack(self.blocks, x, rotary))  # type: ignore[no-any-return]
 

@@ -85,6 +85,9 @@ class Gemma2Block(nn.Module):
 class Gemma2Decoder(nn.Module):
     """Token ids -> hidden states; the embedding is scaled by the square root of the width."""
 
+    residual: torch.dtype | None = None
+    """the dtype of the residual stream; None: that of the embedding"""
+
     def __init__(self, config: ModelConfig, options: Gemma2Options) -> None:
         super().__init__()
         self.embedding = nn.Embedding(config.vocab, config.width)
@@ -95,7 +98,7 @@ class Gemma2Decoder(nn.Module):
         self.scale = config.width**0.5
 
     def forward(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
-        x = self.embedding(tokens) * self.scale
+        x = (self.embedding(tokens) * self.scale).to(self.residual)
         rotary = self.rotary(tokens.shape[1], x.dtype, x.device, documents)
         return self.norm(self.stack(self.blocks, x, rotary))  # type: ignore[no-any-return]
 

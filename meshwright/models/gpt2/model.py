@@ -6,6 +6,7 @@ the Llama family. No module casts below the precision of its input.
 
 from __future__ import annotations
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -71,6 +72,9 @@ class GPT2Block(nn.Module):
 class GPT2Decoder(nn.Module):
     """Token ids -> hidden states. `rotary` rotates no dimension: it says which positions the tokens have."""
 
+    residual: torch.dtype | None = None
+    """the dtype of the residual stream; None: that of the embedding"""
+
     def __init__(self, config: ModelConfig, options: GPT2Options) -> None:
         super().__init__()
         self.embedding = nn.Embedding(config.vocab, config.width)
@@ -82,7 +86,7 @@ class GPT2Decoder(nn.Module):
 
     def forward(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
         positions = self.rotary.positions(tokens.shape[1], tokens.device)
-        x = self.embedding(tokens) + self.position(positions)
+        x = (self.embedding(tokens) + self.position(positions)).to(self.residual)
         rotary = self.rotary(tokens.shape[1], x.dtype, x.device, documents)
         return self.norm(self.stack(self.blocks, x, rotary))  # type: ignore[no-any-return]
 

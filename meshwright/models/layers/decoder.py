@@ -7,6 +7,7 @@ of its input, so the model runs in float64 if its parameters are float64.
 
 from __future__ import annotations
 
+import torch
 from torch import Tensor, nn
 
 from meshwright.config import ModelConfig
@@ -66,6 +67,9 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """Token ids -> hidden states. The output projection is part of the loss module."""
 
+    residual: torch.dtype | None = None
+    """the dtype of the residual stream; None: that of the embedding"""
+
     def __init__(self, config: ModelConfig, variant: DecoderVariant) -> None:
         super().__init__()
         self.embedding = nn.Embedding(config.vocab, config.width)
@@ -75,7 +79,7 @@ class Decoder(nn.Module):
         self.rotary = RotaryEmbedding(variant.head_size, config.rope_theta, variant.rope_scaling)
 
     def forward(self, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
-        x = self.embedding(tokens)
+        x = self.embedding(tokens).to(self.residual)
         rotary = self.rotary(tokens.shape[1], x.dtype, x.device, documents)
         return self.norm(self.stack(self.blocks, x, rotary))  # type: ignore[no-any-return]
 

@@ -69,9 +69,12 @@ class PlainModel:
         seed: int = 0,
         dtype: torch.dtype = torch.float64,
         autocast: torch.dtype | None = None,
+        rounds_weights: bool = False,
     ) -> None:
         self.objective, self.passes, self.seed = objective, passes, seed
         self.dtype, self.low = dtype, autocast
+        self.rounds_weights = rounds_weights and not self.has_running_statistics()
+        """whether the weights that a forward pass uses are the parameters rounded to bf16"""
         for part in self.parts().values():
             for tensor in (*part.parameters(), *part.buffers()):
                 tensor.data = tensor.data.clone()  # the weights of a job are in memory that all its processes share
@@ -79,6 +82,17 @@ class PlainModel:
             for child in part.modules():
                 if isinstance(child, nn.SyncBatchNorm):  # torch's own forward needs a process group and a device
                     child.__dict__["forward"] = partial(nn.BatchNorm2d.forward, child)
+
+        if self.rounds_weights and autocast is not None:
+            for parameter in self.parameters().values():
+                if parameter.requires_grad:
+                    parameter.data = parameter.data.to(torch.bfloat16)
+                    parameter.grad_dtype = torch.float32
+
+    def has_running_statistics(self) -> bool:
+        """Whether the module has a BatchNorm, whose statistics are float32; such a model keeps its weights so."""
+        kinds = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d, nn.SyncBatchNorm)
+        return any(isinstance(child, kinds) for part in self.parts().values() for child in part.modules())
 
     def parts(self) -> dict[str, nn.Module]:
         """The modules that may have parameters, by the prefix of their names."""
@@ -101,7 +115,8 @@ class PlainModel:
         """Sets parameters or buffers."""
         tensors: dict[str, Tensor] = {**self.parameters(), **self.buffers()}
         for name, value in values.items():
-            tensors[name].copy_(value)
+            rounds = self.rounds_weights and isinstance(tensors[name], nn.Parameter) and tensors[name].requires_grad
+            tensors[name].copy_(value.to(torch.bfloat16) if rounds else value)
 
     def loss_sum(self, samples: Samples, auxiliary: bool = True) -> Tensor:
         """The sum of the losses of all valid targets of these samples, computed together."""

@@ -104,6 +104,8 @@ class ReferenceModel:
         self.config, self.passes = config, passes
         self.decoder = ReferenceDecoder(config.model, autocast)
         self.unit_dtype = autocast if low_precision_units else None
+        self.rounds_weights = (config.precision.compute, config.precision.weights) == ("bf16", "bf16")
+        """whether the weights that a forward pass uses are the parameters rounded to bf16"""
         self.compression = Compression()
 
     def gradient(
@@ -174,14 +176,26 @@ class ReferenceModel:
             yield from torch.arange(samples)[replica :: self.passes.replicas].split(self.passes.samples)
 
     def as_used(self, parameters: Parameters) -> Parameters:
-        """The parameters as a forward pass uses them: those of an equivalent model, and rounded as FSDP2 does."""
+        """The parameters as a forward pass uses them: those of an equivalent model, and rounded to bf16 weights, or as
+        FSDP2 does.
+        """
         tie = self.config.model.tie
+        if self.rounds_weights:
+            parameters = {name: p if name.endswith("router.bias") else rounded(p) for name, p in parameters.items()}
         if self.passes.permute:
             parameters = equivalent_parameters(parameters, tie)
+        low = self.decoder.low
+        if self.rounds_weights and low is not None:
+            return {name: p if name.endswith("router.bias") else p.to(low) for name, p in parameters.items()}
         if self.unit_dtype is None:
             return parameters
         kept = ("embedding.weight", "router.bias", *(["decoder.norm.weight"] if tie else []))
         return {name: p if name.endswith(kept) else p.to(self.unit_dtype) for name, p in parameters.items()}
+
+
+def rounded(parameter: Tensor) -> Tensor:
+    """The bf16 value of a parameter in its own dtype; a gradient passes unchanged."""
+    return parameter + (parameter.to(torch.bfloat16).to(parameter.dtype) - parameter).detach()
 
 
 def add_to(sums: dict[str, Tensor], parts: dict[str, Tensor]) -> None:
