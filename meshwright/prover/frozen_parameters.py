@@ -47,10 +47,10 @@ def digests_around_steps(world: World, config: RunConfig) -> tuple[tuple[str, st
     layout, batch = validate(config)
     precision = Precision(config.precision, world.device)
     model = build_parallel_decoder(config, layout, precision, world)
-    parameters = model.parameters()
+    parameters = model.master_parameters()
     factors, _ = separate_frozen(parameters, config, layout, world)
     frozen = {name: parameter for name, parameter in parameters.items() if name not in factors}
-    optimizer = build_optimizer(parameters, config.optimizer, layout, world)
+    optimizer = build_optimizer(model.parameters(), config.optimizer, layout, world, masters=model.masters)
     step = Step(StepContext.for_rank(config, layout, world, model, optimizer, precision))
     source = ConcatenatedSource([SyntheticSource(SAMPLES, config.data.sequence, config.model.vocab)])
     stream = Stream.from_lengths(config.seed, batch.global_, [SAMPLES], [1.0], 0.0)

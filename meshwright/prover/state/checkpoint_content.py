@@ -10,12 +10,13 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 import xxhash
 from numpy.typing import NDArray
 
 from meshwright.config.dtypes import TENSOR_BYTES
 from meshwright.prover.state.comparison import Reference, compare_values, explain_kinds, shorten
-from meshwright.prover.state.recording import FROZEN, ShardRecord, StateRecord
+from meshwright.prover.state.recording import FROZEN, ROUNDED, ShardRecord, StateRecord, digest_tensor
 from meshwright.topology.layout import Layout
 
 
@@ -118,7 +119,7 @@ def compare_tensors(content: CheckpointContent, states: list[StateRecord], refer
             continue
         full = cache.setdefault(stored, content.tensor(stored))
         if unequal := [
-            state for state in holders if digest_region(full, state.tensors[name]) != state.tensors[name].digest
+            state for state in holders if digest_region(full, state.tensors[name], name) != state.tensors[name].digest
         ]:
             wrong[name] = unequal
     if missing:
@@ -131,7 +132,8 @@ def compare_tensors(content: CheckpointContent, states: list[StateRecord], refer
         done
         for done in reference.get(wrong[first][0].rank, {})
         if all(
-            digest_region(cache[stored_name(name, tensors)], expected.tensors[name]) == expected.tensors[name].digest
+            digest_region(cache[stored_name(name, tensors)], expected.tensors[name], name)
+            == expected.tensors[name].digest
             for name, holders in wrong.items()
             if (expected := reference[holders[0].rank].get(done)) is not None
         )
@@ -151,14 +153,18 @@ def compare_tensors(content: CheckpointContent, states: list[StateRecord], refer
 
 
 def stored_name(name: str, tensors: dict[str, Any]) -> str:
-    """The name in a checkpoint of a tensor in memory: a tied or offloaded copy is stored once, as the original."""
-    if name.startswith("offloaded/"):
-        return "model/" + name.removeprefix("offloaded/")
+    """The name in a checkpoint of a tensor in memory: a tied, offloaded or rounded copy is stored once, as the original."""
+    kind, _, own = name.partition("/")
+    name = f"model/{own}" if kind in ("offloaded", ROUNDED) else name
     if name == "model/head.weight" and name not in tensors:
         return "model/decoder.embedding.weight"
     return name
 
 
-def digest_region(full: NDArray[Any], shard: ShardRecord) -> str:
+def digest_region(full: NDArray[Any], shard: ShardRecord, name: str) -> str:
+    """The digest that a tensor of this name has in memory."""
     where = tuple(slice(o, o + s) for o, s in zip(shard.offset, shard.shape, strict=True))
-    return xxhash.xxh3_128_hexdigest(np.ascontiguousarray(full[where]).tobytes())
+    values = np.ascontiguousarray(full[where])
+    if name.startswith(f"{ROUNDED}/"):
+        return digest_tensor(torch.from_numpy(values).to(torch.bfloat16))
+    return xxhash.xxh3_128_hexdigest(values.tobytes())

@@ -130,6 +130,7 @@ def explain_kinds(tensors: set[str], total: set[str]) -> str:
         "buffer": "buffers",
         "optimizer": "optimizer moments",
         "offloaded": "offloaded copies",
+        "rounded": "rounded weights",
     }
     if tensors == total and len(total) > 1:
         return "every tensor differs"

@@ -111,6 +111,8 @@ class StateRecorder(TrainingObserver):
             file.write(json.dumps(asdict(record)) + "\n")
 
 
+ROUNDED = "rounded"
+"""The kind of a bf16 weight: a checkpoint contains the master weight that it is the rounding of."""
 FROZEN = "frozen"
 """The kind of a parameter that a checkpoint does not contain: the base of low-rank adaptation."""
 
@@ -126,7 +128,11 @@ def state_in_memory(training: Training) -> Iterator[tuple[str, LocalShard]]:
         if stored not in seen:
             seen.add(stored)
             kind = FROZEN if training.base and not parameter.requires_grad else "model"
-            yield f"{kind}/{stored}", local_shard(parameter)
+            master = training.parallel_model.masters.get(parameter)
+            if parameter.dtype == torch.bfloat16:
+                yield f"{ROUNDED}/{stored}", local_shard(parameter)
+            if master is not None or parameter.dtype != torch.bfloat16:
+                yield f"{kind}/{stored}", local_shard(parameter if master is None else master)
     if optimizer.offload:
         for name, shard, local in zip(optimizer.names, optimizer.shards, optimizer.local_parameters, strict=True):
             yield f"offloaded/{name}", shard.with_local(local.detach())
