@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from meshwright.config.run_config import RunConfig
 
 
 @dataclass(frozen=True)
@@ -45,3 +49,27 @@ TORCH_NAMES = {dtype.precision: dtype.torch_name for dtype in DTYPES if dtype.pr
 """Precision -> name of the dtype in torch."""
 TENSOR_BYTES = {dtype.torch_name: dtype.bits // 8 for dtype in DTYPES if dtype.bits >= 8}
 """Torch name of a dtype that a checkpoint can store -> bytes per element."""
+
+
+def rounds_weights(config: RunConfig) -> bool:
+    """Whether the weights in the model are bf16, the rounding of float32 master weights in the optimizer. An offloaded
+    update has a float32 copy of the parameters already, and the model keeps them so.
+    """
+    precision = config.precision
+    return (precision.compute, precision.weights) == ("bf16", "bf16") and not config.optimizer.cpu_offload
+
+
+def parameter_bytes(config: RunConfig) -> int:
+    """Bytes per element of the parameters that the optimizer updates, and of gradients that are summed over ranks."""
+    return 8 if config.precision.compute == "fp64" else 4
+
+
+def weight_bytes(config: RunConfig) -> int:
+    """Bytes per element of the weights in the model."""
+    return 2 if rounds_weights(config) else parameter_bytes(config)
+
+
+def residual_bytes(config: RunConfig) -> int:
+    """Bytes per element of the residual stream."""
+    is_bf16 = (config.precision.compute, config.precision.residual) == ("bf16", "bf16")
+    return 2 if is_bf16 else parameter_bytes(config)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from meshwright.config import RunConfig
-from meshwright.config.dtypes import PRECISION_BYTES
+from meshwright.config.dtypes import parameter_bytes, rounds_weights, weight_bytes
 from meshwright.errors import ConfigError
 from meshwright.io import format_bytes
 from meshwright.models.registry import run_spec
@@ -37,7 +37,7 @@ def require_host_memory(config: RunConfig, layout: Layout) -> None:
 def state_bytes(config: RunConfig, layout: Layout, rank: int) -> int:
     """Bytes of one rank's parameters and optimizer state: a lower bound, without gradients and activations."""
     sharded = uses_fsdp(layout)
-    element_size = int(PRECISION_BYTES["fp64" if config.precision.compute == "fp64" else "fp32"])
     parameters = parameter_shards(run_spec(config), config, layout, rank)
     elements = sum(p.shard_numel if sharded else p.numel for p in parameters)
-    return elements * element_size + rank_state_bytes(config.optimizer, parameters, sharded, element_size)
+    size, masters = parameter_bytes(config), rounds_weights(config)
+    return elements * weight_bytes(config) + rank_state_bytes(config.optimizer, parameters, sharded, size, masters)

@@ -66,6 +66,6 @@ def build_optimizer(
     by_rule: dict[str, list[OptimizedParameter]] = {}
     for optimized in parameters:
         by_rule.setdefault(optimized.settings.rule, []).append(optimized)
-    kinds = RULES | ({"adamw": MasterAdamW} if masters and not config.cpu_offload else {})
+    kinds = RULES | ({"adamw": MasterAdamW} if masters else {})
     rules = [kinds[name](members, config, layout, world, group) for name, members in sorted(by_rule.items())]
     return Optimizer(parameters, rules, config.clip, layout, world, dtype)

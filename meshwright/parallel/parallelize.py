@@ -21,7 +21,8 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-from meshwright.config import DDPConfig, PrecisionConfig, RunConfig
+from meshwright.config import DDPConfig, RunConfig
+from meshwright.config.dtypes import rounds_weights
 from meshwright.errors import ConfigError
 from meshwright.models.layers.loss import use_fused_loss
 from meshwright.parallel.activation_memory.activation_checkpoint import apply_activation_checkpointing
@@ -69,7 +70,8 @@ def parallelize(
     meshes = build_meshes(layout, world.device.type, experts=bool(config.model.experts) and fill is not None)
     synchronize_batch_norm(model, partial(new_group, layout, "replicate", "shard"))
     require_spec(model, spec, layout)
-    materializer = Materializer(model, fill, world.device, weights_dtype(config.precision))
+    weights = torch.bfloat16 if rounds_weights(config) else torch.float32
+    materializer = Materializer(model, fill, world.device, weights)
     context = ContextAttention(meshes.context_group, config.context.method) if meshes.context_group else None
     apply = AxisOrder(config, layout, world, meshes, context, materializer, ddp)
     if layout.pipeline == 1:
@@ -93,11 +95,6 @@ def parallelize(
     if context is not None:
         parallel_model.shard_inputs = partial(shard_batch, context, model)
     return parallel_model
-
-
-def weights_dtype(config: PrecisionConfig) -> torch.dtype:
-    """The dtype of the weights in a model whose parameters are float32."""
-    return torch.bfloat16 if (config.compute, config.weights) == ("bf16", "bf16") else torch.float32
 
 
 def shard_batch(context: ContextAttention, model: nn.Module, batch: tuple[Tensor, ...]) -> tuple[Tensor, ...]:

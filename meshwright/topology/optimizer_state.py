@@ -143,20 +143,26 @@ def state_tensors(config: OptimizerConfig, rule: str, shape: Shape) -> tuple[Sta
     return declaration.state(config, shape)
 
 
-def shard_state_bytes(config: OptimizerConfig, parameter: ParameterShard, sharded: bool, element_size: int) -> int:
+def shard_state_bytes(
+    config: OptimizerConfig, parameter: ParameterShard, sharded: bool, element_size: int, masters: bool = False
+) -> int:
     """Bytes of the optimizer state of a parameter on one rank; `sharded` if FSDP2 wraps the model. An offloaded update
-    has a copy of the parameter, too.
+    has a copy of the parameter, too, and with `masters` its master weight is part of the state.
     """
     if parameter.is_tied_copy or not parameter.trainable:
         return 0
     shape = parameter.shard_shape if sharded else parameter.shape
     rule = update_rule(config, parameter.name, parameter.shape, parameter.unit not in OUTSIDE_BLOCKS)
     state = sum(tensor.nbytes(shape, element_size) for tensor in state_tensors(config, rule, parameter.shape))
-    return state + (prod(shape) * element_size if config.cpu_offload else 0)
+    return state + (prod(shape) * element_size if config.cpu_offload or masters else 0)
 
 
 def rank_state_bytes(
-    config: OptimizerConfig, parameters: Iterable[ParameterShard], sharded: bool, element_size: int
+    config: OptimizerConfig,
+    parameters: Iterable[ParameterShard],
+    sharded: bool,
+    element_size: int,
+    masters: bool = False,
 ) -> int:
-    """Bytes of the optimizer state of one rank."""
-    return sum(shard_state_bytes(config, parameter, sharded, element_size) for parameter in parameters)
+    """Bytes of the optimizer state of one rank, with `masters` those of master weights included."""
+    return sum(shard_state_bytes(config, parameter, sharded, element_size, masters) for parameter in parameters)

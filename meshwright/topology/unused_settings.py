@@ -95,6 +95,14 @@ UNUSED_SETTINGS = (
         ("precision.weights", "precision.residual"),
         lambda config, _layout: "" if config.precision.compute in ("bf16", "auto") else "precision.compute is not bf16",
     ),
+    UnusedSettings(
+        ("precision.weights",),
+        lambda config, _layout: (
+            "optimizer.cpu_offload = true"
+            if config.optimizer.cpu_offload and config.precision.compute in ("bf16", "auto")
+            else ""
+        ),
+    ),
     *(UnusedSettings((f"optimizer.{key}",), partial(_kind_reason, kinds)) for key, kinds in OPTIMIZER_KINDS.items()),
     UnusedSettings(
         ("activation_checkpoint.memory_budget",),

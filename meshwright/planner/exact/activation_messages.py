@@ -28,10 +28,10 @@ from math import lcm
 from typing import NamedTuple
 
 from meshwright.config import Batch, RunConfig
-from meshwright.config.dtypes import COMPUTE_BYTES
+from meshwright.config.dtypes import COMPUTE_BYTES, parameter_bytes, residual_bytes, rounds_weights, weight_bytes
 from meshwright.models.spec import ModelSpec
 from meshwright.topology.layout import Layout
-from meshwright.topology.parameter_shards import ParameterShard, PipelinePlacement
+from meshwright.topology.parameter_shards import ParameterShard, PipelinePlacement, uses_fsdp
 from meshwright.topology.schedules import rank_of_stage
 
 MessageBytes = Counter[tuple[str, str]]
@@ -45,10 +45,6 @@ def data_dependent_axes(config: RunConfig, layout: Layout) -> dict[str, str]:
     return {}
 
 
-def weight_bytes(config: RunConfig) -> int:
-    return 8 if config.precision.compute == "fp64" else 4
-
-
 def forward_passes(config: RunConfig) -> int:
     """The number of forward passes through a block per backward pass."""
     return 1 if config.activation_checkpoint.mode == "none" else 2
@@ -59,7 +55,9 @@ def tensor_parallel_messages(
 ) -> MessageBytes:
     tokens = batch.micro * config.data.sequence // layout.context
     activation = tokens * config.model.width * COMPUTE_BYTES[config.precision.compute]
-    embedding = tokens * config.model.width * weight_bytes(config)  # the embedding's output, and its gradient
+    frozen = frozen_modules(config, spec)
+    element_bytes = parameter_bytes(config) if frozen.embedding else weight_bytes(config)
+    embedding = tokens * config.model.width * element_bytes  # the embedding's output, and its gradient
     all_gathers, reduce_scatters = recomputed_collectives(config, placement, spec)
     both_passes = 2 * tensor_parallel_modules(config, placement, spec)
     first, last = placement.has_first_stage, placement.has_last_stage
@@ -67,9 +65,8 @@ def tensor_parallel_messages(
     messages["tensor", "all_gather"] = (both_passes + all_gathers + last) * activation + first * embedding
     messages["tensor", "reduce_scatter"] = (both_passes + reduce_scatters + last) * activation + first * embedding
     # The loss reduces the maximum, the sum of exponentials and the label's logit: one float32 (or wider) per token.
-    messages["tensor", "all_reduce"] = last * 3 * tokens * weight_bytes(config)
+    messages["tensor", "all_reduce"] = last * 3 * tokens * parameter_bytes(config)
     if first:
-        frozen = frozen_modules(config, spec)
         messages["tensor", "all_gather"] -= frozen.embedding * embedding + frozen.outputs * activation
         messages["tensor", "reduce_scatter"] -= frozen.inputs * activation
     return multiply(batch.accumulation, messages)
@@ -151,7 +148,7 @@ def context_parallel_messages(
     assert model is not None
     heads, kv_heads = model.heads // layout.tensor, model.kv_heads // layout.tensor
     head_elements = batch.micro * (config.data.sequence // ranks) * model.head_dim
-    compute_bytes, gradient_bytes = COMPUTE_BYTES[config.precision.compute], weight_bytes(config)
+    compute_bytes, gradient_bytes = COMPUTE_BYTES[config.precision.compute], parameter_bytes(config)
     if config.context.method == "ring":
         forward = (ranks - 1) * 2 * kv_heads * head_elements * compute_bytes
         backward = forward + (ranks - 1) * 2 * kv_heads * head_elements * gradient_bytes
@@ -195,10 +192,20 @@ def pipeline_messages(
     ]
     sends = sum(rank_of_stage(kind, ranks, other) != pipeline_rank for other in neighbours)
     tokens = batch.micro * config.data.sequence // (layout.context * layout.tensor)
-    elements = batch.accumulation * sends * tokens * config.model.width
+    message = batch.accumulation * sends * tokens * config.model.width * residual_bytes(config)
     if placement.has_first_stage != placement.has_last_stage:
-        elements += sum(p.shard_numel for p in parameters if p.is_tied and p.trainable)
-    return Counter({("pipeline", "send"): elements * weight_bytes(config)})
+        tied = sum(p.shard_numel for p in parameters if p.is_tied and p.trainable)
+        sent_bytes = weight_bytes(config) if placement.has_first_stage else gradient_bytes(config, layout, batch)
+        message += tied * sent_bytes
+    return Counter({("pipeline", "send"): message})
+
+
+def gradient_bytes(config: RunConfig, layout: Layout, batch: Batch) -> int:
+    """Bytes per element of a gradient before the update: float32 if it was reduced by FSDP2 or accumulated, otherwise
+    that of the weights.
+    """
+    is_float32 = not rounds_weights(config) or uses_fsdp(layout) or batch.accumulation > 1
+    return parameter_bytes(config) if is_float32 else weight_bytes(config)
 
 
 def multiply(count: int, messages: MessageBytes) -> MessageBytes:

@@ -28,7 +28,7 @@ from collections import Counter
 from dataclasses import dataclass
 
 from meshwright.config import Batch, RunConfig
-from meshwright.config.dtypes import COMPUTE_BYTES
+from meshwright.config.dtypes import COMPUTE_BYTES, parameter_bytes, weight_bytes
 from meshwright.models.registry import run_spec
 from meshwright.models.spec import BEFORE, ROOT, ModelSpec
 from meshwright.planner.exact.activation_messages import (
@@ -37,7 +37,6 @@ from meshwright.planner.exact.activation_messages import (
     expert_parallel_messages,
     pipeline_messages,
     tensor_parallel_messages,
-    weight_bytes,
 )
 from meshwright.planner.exact.optimizer_messages import optimizer_messages
 from meshwright.planner.exact.unshard_timeline import UnshardTimeline, nest_units, rank_actions
@@ -85,7 +84,7 @@ def comm_volume(
     if layout.ranks > 1:
         messages["control", "all_reduce"] += control_bytes(config, layout)
     if uses_ddp(layout):
-        gradient_bytes = 2 if config.ddp.comm_hook == "bf16_compress" else weight_bytes(config)
+        gradient_bytes = 2 if config.ddp.comm_hook == "bf16_compress" else parameter_bytes(config)
         axis = dense_shard_group(layout, rank).replicate_axis
         messages[axis, "all_reduce"] += sum(p.numel for p in parameters if p.trainable) * gradient_bytes
     elif uses_fsdp(layout):
@@ -94,7 +93,7 @@ def comm_volume(
         messages += tensor_parallel_messages(config, layout, batch, placement, spec)
         partial = sum(parameter.numel for parameter in parameters if parameter.grad_is_partial)
         reductions = reductions_per_step(config, layout, batch)
-        messages["tensor", "all_reduce"] += reductions * partial * partial_gradient_bytes(config, layout, batch)
+        messages["tensor", "all_reduce"] += reductions * partial * parameter_bytes(config)
     if layout.context > 1:
         messages += context_parallel_messages(config, layout, batch, placement, spec)
     if config.model.experts:
@@ -141,7 +140,7 @@ def control_bytes(config: RunConfig, layout: Layout) -> int:
     norm = 8 if set(layout.active_axes) - {"replicate", "context"} else 0
     loads = 8 * config.model.layers * (config.model.experts + 1) if config.model.experts else 0
     vector = CONTROL_VECTOR_BYTES + USED_PARAMETERS_BYTES * layout.pipeline
-    return vector + weight_bytes(config) + norm + loads
+    return vector + parameter_bytes(config) + norm + loads
 
 
 def reductions_per_step(config: RunConfig, layout: Layout, batch: Batch) -> int:
@@ -150,21 +149,19 @@ def reductions_per_step(config: RunConfig, layout: Layout, batch: Batch) -> int:
     return batch.accumulation if every_micro_step else 1
 
 
-def partial_gradient_bytes(config: RunConfig, layout: Layout, batch: Batch) -> int:
-    """Bytes per element of a gradient that is reduced over the tensor axis: FSDP2 keeps it in the compute dtype until
-    it accumulates it into the gradient of an earlier micro-step.
-    """
-    not_accumulated = batch.accumulation == 1 or config.layout.shard in ("gradients", "parameters")
-    in_compute_dtype = uses_fsdp(layout) and layout.pipeline == 1 and not_accumulated
-    return COMPUTE_BYTES[config.precision.compute] if in_compute_dtype else weight_bytes(config)
-
-
 def unsharded_bytes(config: RunConfig, units: Units) -> dict[str, int]:
-    """Bytes of each unsharded unit: in the compute dtype, except for the units of the modules before the blocks."""
-    element_bytes = dict.fromkeys(units, COMPUTE_BYTES[config.precision.compute])
-    element_bytes |= {BEFORE: weight_bytes(config), ROOT: weight_bytes(config)}
+    """Bytes of each unsharded unit: in the compute dtype, except for the units of the modules before the blocks, which
+    have that of their weights.
+    """
+    compute = COMPUTE_BYTES[config.precision.compute]
+
+    def element_bytes(unit: str, parameter: ParameterShard) -> int:
+        if unit not in (BEFORE, ROOT):
+            return compute
+        return weight_bytes(config) if parameter.trainable else parameter_bytes(config)
+
     return {
-        unit: sum(parameter.padded_numel for parameter in members) * element_bytes[unit]
+        unit: sum(parameter.padded_numel * element_bytes(unit, parameter) for parameter in members)
         for unit, members in units.items()
     }
 
@@ -206,7 +203,7 @@ def all_gather_counts(
 
 def fsdp_messages(config: RunConfig, layout: Layout, batch: Batch, units: Units, rank: int) -> MessageBytes:
     messages: MessageBytes = Counter()
-    gradient_bytes, sizes = weight_bytes(config), unsharded_bytes(config, units)
+    gradient_bytes, sizes = parameter_bytes(config), unsharded_bytes(config, units)
     is_sharded = any(members[0].shard_group.shards > 1 for members in units.values())
     counts = all_gather_counts(config, layout, batch, units, rank) if is_sharded else Counter()
     for unit, members in units.items():

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 
 from meshwright.config import Batch, ModelConfig, RunConfig
-from meshwright.planner.exact.activation_messages import weight_bytes
+from meshwright.config.dtypes import parameter_bytes
 from meshwright.planner.exact.comm_volume import CollectiveVolume, comm_volume
 from meshwright.planner.exact.state_memory import StateMemory, state_memory
 from meshwright.planner.workload.traced_model import TracedModel
@@ -40,7 +40,7 @@ def with_measured(row: CollectiveVolume, model: TracedModel, config: RunConfig, 
     """The sums and counts of metrics travel with the loss, all in float64."""
     if not model.measured:
         return row
-    message = row.message_bytes - weight_bytes(config) + 8 * (1 + 2 * model.measured)
+    message = row.message_bytes - parameter_bytes(config) + 8 * (1 + 2 * model.measured)
     return replace(row, message_bytes=message, wire_bytes=wire_bytes(row.collective, message, layout.ranks))
 
 

@@ -16,8 +16,9 @@ from functools import lru_cache
 from math import prod
 
 from meshwright.config import RunConfig
+from meshwright.config.dtypes import parameter_bytes
 from meshwright.models.spec import ModelSpec
-from meshwright.planner.exact.activation_messages import MessageBytes, weight_bytes
+from meshwright.planner.exact.activation_messages import MessageBytes
 from meshwright.topology.layout import Layout
 from meshwright.topology.matrix_owners import OPTIMIZER_AXIS, MatrixOwners, ShardedParameter, sharding_of
 from meshwright.topology.optimizer_state import OUTSIDE_BLOCKS, update_rule
@@ -31,7 +32,7 @@ def optimizer_messages(
     messages: MessageBytes = Counter()
     if layout.ranks == layout.pipeline:
         return messages
-    size, by_rule = weight_bytes(config), dict[str, list[ShardedParameter]]()
+    size, by_rule = parameter_bytes(config), dict[str, list[ShardedParameter]]()
     for shard in shards:
         parameter = spec.by_name[shard.name]
         if parameter.trainable and not shard.is_tied_copy:

@@ -11,6 +11,9 @@ optimizer state is that of the local shards, as `topology/optimizer_state.py` de
 | parameters | S + the largest U | S + the largest u |
 | parameters, with a pipeline | S + all U that the schedule unshards | P |
 
+With bf16 weights, P, S and U are those of the weights, the optimizer state has the float32 master weights, and gradients
+are float32 where they are reduced by FSDP2 or accumulated over micro-batches.
+
 The weights of a block's experts, if experts are divided over ranks, are a unit of their own that is unsharded together
 with the block. A pipeline schedule accumulates unsharded gradients. The last stage's copy of a tied weight has a
 gradient and no optimizer state. On a GPU, FSDP2 prefetches: `fsdp.prefetch` more units are unsharded at a time.
@@ -21,9 +24,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from meshwright.config import Batch, RunConfig
+from meshwright.config.dtypes import parameter_bytes, rounds_weights, weight_bytes
 from meshwright.models.registry import run_spec
 from meshwright.models.spec import AFTER, AROUND_BLOCKS, BEFORE, ModelSpec
-from meshwright.planner.exact.activation_messages import weight_bytes
+from meshwright.planner.exact.activation_messages import gradient_bytes
 from meshwright.planner.exact.comm_volume import ranks_after_forward, run_unshard_timeline, unsharded_bytes
 from meshwright.planner.exact.unshard_timeline import last_backward, nest_units, rank_actions
 from meshwright.topology.layout import Layout
@@ -34,6 +38,7 @@ from meshwright.topology.parameter_shards import (
     dense_shard_group,
     group_by_unit,
     parameter_shards,
+    uses_ddp,
     uses_fsdp,
 )
 
@@ -53,18 +58,32 @@ def state_memory(
     """The memory of one rank for a model: that of the config, or the one that `spec` describes."""
     spec = spec or run_spec(config)
     parameters = parameter_shards(spec, config, layout, rank)
-    size = weight_bytes(config)
-    optimizer = rank_state_bytes(config.optimizer, parameters, uses_fsdp(layout), size)
+    size, masters = parameter_bytes(config), rounds_weights(config)
+    optimizer = rank_state_bytes(config.optimizer, parameters, uses_fsdp(layout), size, masters)
     if not uses_fsdp(layout):
-        total, gradients = (sum(p.numel for p in some) * size for some in (parameters, trainable(parameters)))
+        total = sum(p.numel * element_bytes(config, p) for p in parameters)
+        gradients = sum(p.numel for p in trainable(parameters)) * gradient_element_bytes(config, layout, batch)
         return StateMemory(total, gradients, optimizer)
     units = group_by_unit(parameters)
-    shards = sum(parameter.padded_shard_numel for parameter in parameters) * size
+    shards = sum(parameter.padded_shard_numel * element_bytes(config, parameter) for parameter in parameters)
     if layout.pipeline > 1:
         unsharded = run_unshard_timeline(config, layout, batch, units, rank).peak
         return StateMemory(shards + unsharded, pipeline_gradients(config, layout, batch, units, rank), optimizer)
     gradients = peak_gradients(config, batch, units, spec.before)
     return StateMemory(shards + peak_unsharded(config, layout, units), gradients, optimizer)
+
+
+def element_bytes(config: RunConfig, parameter: ParameterShard) -> int:
+    """Bytes per element of a parameter of the model; frozen ones are not rounded."""
+    return weight_bytes(config) if parameter.trainable else parameter_bytes(config)
+
+
+def gradient_element_bytes(config: RunConfig, layout: Layout, batch: Batch) -> int:
+    """Bytes per element of the gradients of a rank without FSDP2. DDP accumulates the gradients of rounded weights
+    beside its buckets.
+    """
+    beside = weight_bytes(config) if rounds_weights(config) and uses_ddp(layout) and batch.accumulation > 1 else 0
+    return gradient_bytes(config, layout, batch) + beside
 
 
 def trainable(parameters: list[ParameterShard]) -> list[ParameterShard]:
@@ -106,7 +125,7 @@ class GradientTimeline:
     """Bytes of the gradients of FSDP units, unsharded and as shards, and their peak."""
 
     def __init__(self, config: RunConfig, units: Units) -> None:
-        size = weight_bytes(config)
+        size = parameter_bytes(config)
         units = {unit: trainable(members) for unit, members in units.items()}
         self.unsharded_bytes = {unit: sum(p.numel for p in members) * size for unit, members in units.items()}
         self.shard_bytes = {unit: sum(p.padded_shard_numel for p in members) * size for unit, members in units.items()}
@@ -148,11 +167,11 @@ def peak_gradients(config: RunConfig, batch: Batch, units: Units, before: tuple[
     if "root" in units:  # backward begins with the final norm, in the root unit; the weights before blocks come last
         last = tuple(f"{name}." for name in before)
         norm = sum(p.numel for p in trainable(units["root"][1:]) if not p.name.startswith(last))
-        timeline.unsharded["root"] = max(timeline.unsharded["root"], norm * weight_bytes(config))
+        timeline.unsharded["root"] = max(timeline.unsharded["root"], norm * parameter_bytes(config))
     timeline.update_peak()
     for nest in reversed(nest_units(unit for unit in units if unit != "root")):
         if len(nest) > 1:  # shared experts run last in the block, so their gradients come first
-            shared = sum(p.numel for p in trainable(units[nest[0]]) if ".shared." in p.name) * weight_bytes(config)
+            shared = sum(p.numel for p in trainable(units[nest[0]]) if ".shared." in p.name) * parameter_bytes(config)
             timeline.unsharded[nest[0]] = max(timeline.unsharded[nest[0]], shared)
         for unit in reversed(nest):
             timeline.compute(unit)

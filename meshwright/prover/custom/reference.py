@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from meshwright.config import Batch, RunConfig
+from meshwright.config.dtypes import rounds_weights
 from meshwright.data.source import ConcatenatedSource
 from meshwright.prover.custom.model_facts import ModelFacts
 from meshwright.prover.custom.subject import plain_objective
@@ -78,7 +79,7 @@ class CustomReferenceTask(ReferenceTask):
         model_dtype = autocast if low_precision_units and autocast is not None else dtype or exact
         passes = BatchDivision(self.facts.divided, self.replicas, self.accumulation, bool(permute))
         low = None if low_precision_units else autocast
-        model = PlainModel(plain_objective(self.custom), passes, config.seed, model_dtype, low, self.rounds_weights)
+        model = PlainModel(plain_objective(self.custom), passes, config.seed, model_dtype, low, rounds_weights(config))
         model.load(self.buffers[permute is None])
         before = {name: buffer.detach().clone() for name, buffer in model.buffers().items()}
         trace = train_steps(
@@ -102,11 +103,6 @@ class CustomReferenceTask(ReferenceTask):
             self.buffers[:] = [measured.buffers[0], measured.buffers[0]]
         return super().follow(measured)
 
-    @property
-    def rounds_weights(self) -> bool:
-        """Whether the weights of the run are its parameters rounded to bf16."""
-        return (self.config.precision.compute, self.config.precision.weights) == ("bf16", "bf16")
-
     def rounding(self) -> dict[str, Any]:
         compute = self.config.precision.compute
         if compute == "fp64":
@@ -115,7 +111,7 @@ class CustomReferenceTask(ReferenceTask):
         if compute == "fp32":
             return options
         low = torch.bfloat16 if compute == "bf16" else torch.float16
-        sharded = uses_fsdp(Layout.from_config(self.config.layout)) and not self.rounds_weights
+        sharded = uses_fsdp(Layout.from_config(self.config.layout)) and not rounds_weights(self.config)
         return options | {"autocast": low, "low_precision_units": sharded}
 
     def read(self, ids: Sequence[int]) -> list[Any]:

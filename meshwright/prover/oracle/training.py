@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from meshwright.config import IGNORE_INDEX, RunConfig
+from meshwright.config.dtypes import rounds_weights
 from meshwright.errors import ConfigError
 from meshwright.prover.oracle.decoder import LONG_SEQUENCE, Parameters, ReferenceDecoder
 from meshwright.prover.oracle.equivalent_model import equivalent_parameters
@@ -104,7 +105,7 @@ class ReferenceModel:
         self.config, self.passes = config, passes
         self.decoder = ReferenceDecoder(config.model, autocast)
         self.unit_dtype = autocast if low_precision_units else None
-        self.rounds_weights = (config.precision.compute, config.precision.weights) == ("bf16", "bf16")
+        self.rounds_weights = rounds_weights(config)
         """whether the weights that a forward pass uses are the parameters rounded to bf16"""
         self.compression = Compression()
 

@@ -153,7 +153,7 @@ def compare_tensors(content: CheckpointContent, states: list[StateRecord], refer
 
 
 def stored_name(name: str, tensors: dict[str, Any]) -> str:
-    """The name in a checkpoint of a tensor in memory: a tied, offloaded or rounded copy is stored once, as the original."""
+    """The name in a checkpoint of a tensor in memory: a tied, offloaded or rounded copy is stored as the original."""
     kind, _, own = name.partition("/")
     name = f"model/{own}" if kind in ("offloaded", ROUNDED) else name
     if name == "model/head.weight" and name not in tensors:
@@ -166,5 +166,5 @@ def digest_region(full: NDArray[Any], shard: ShardRecord, name: str) -> str:
     where = tuple(slice(o, o + s) for o, s in zip(shard.offset, shard.shape, strict=True))
     values = np.ascontiguousarray(full[where])
     if name.startswith(f"{ROUNDED}/"):
-        return digest_tensor(torch.from_numpy(values).to(torch.bfloat16))
+        return digest_tensor(torch.from_numpy(values.view(np.float32)).to(torch.bfloat16))
     return xxhash.xxh3_128_hexdigest(values.tobytes())
