@@ -44,6 +44,7 @@ from meshwright.topology.collectives import wire_bytes
 from meshwright.topology.layout import Layout
 from meshwright.topology.matrix_owners import OPTIMIZER_AXIS
 from meshwright.topology.parameter_shards import (
+    ParameterShard,
     ShardGroup,
     Units,
     dense_shard_group,

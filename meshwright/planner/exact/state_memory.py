@@ -11,8 +11,8 @@ optimizer state is that of the local shards, as `topology/optimizer_state.py` de
 | parameters | S + the largest U | S + the largest u |
 | parameters, with a pipeline | S + all U that the schedule unshards | P |
 
-With bf16 weights, P, S and U are those of the weights, the optimizer state has the float32 master weights, and gradients
-are float32 where they are reduced by FSDP2 or accumulated over micro-batches.
+With bf16 weights, P, S and U are those of the weights, the optimizer state has the float32 master weights, and
+gradients are float32 where they are reduced by FSDP2 or accumulated over micro-batches.
 
 The weights of a block's experts, if experts are divided over ranks, are a unit of their own that is unsharded together
 with the block. A pipeline schedule accumulates unsharded gradients. The last stage's copy of a tied weight has a
