@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -16,87 +17,167 @@ BLOCK = 1024
 
 
 @dataclass(frozen=True)
-class AdamWTensors:
-    """What the update of one parameter reads and writes; all are contiguous and of one shape, except for `step`."""
+class AdamWSettings:
+    """What the host knows of an update."""
 
-    master: Tensor
-    weight: Tensor
-    """the master rounded to the dtype of the weights in the model"""
-    gradient: Tensor
-    exp_avg: Tensor
-    exp_avg_sq: Tensor
-    step: Tensor
-    """a float32 scalar: the number of updates of the parameter, this one included"""
     lr: float
-    weight_decay: float
+    betas: tuple[float, float]
+    eps: float
+
+
+@dataclass(frozen=True)
+class MasterTensors:
+    """The tensors that AdamW updates, one of each list per parameter. Those of a parameter have the same strides and no
+    gaps between elements.
+    """
+
+    masters: Sequence[Tensor]
+    weights: Sequence[Tensor]
+    """the masters rounded to the dtype of the weights in the model; a master itself where it is the weight"""
+    exp_avgs: Sequence[Tensor]
+    exp_avg_sqs: Sequence[Tensor]
+    steps: Tensor
+    """float32: the number of updates of every parameter"""
+    lr_factors: Sequence[float]
+    weight_decays: Sequence[float]
+
+    def update(
+        self, gradients: Sequence[Tensor | None], settings: AdamWSettings, divisor: Tensor, finite: Tensor
+    ) -> None:
+        """Divides the gradients by `divisor` and updates once; if not `finite`, nothing changes. A parameter without a
+        gradient does not change. The host waits for no value on the device.
+        """
+        if not self.masters:
+            return
+        used = [gradient is not None for gradient in gradients]
+        counted = finite if all(used) else host_to_device(torch.tensor(used), self.steps.device) & finite
+        self.steps.add_(counted)
+        gradients = [
+            gradient if gradient is None or gradient.stride() == master.stride() else like(master, gradient)
+            for gradient, master in zip(gradients, self.masters, strict=True)
+        ]
+        update = adamw_triton if runs_triton(self.steps.device) else adamw_torch
+        update(self, gradients, settings, divisor, finite)
+
+    @cached_property
+    def addresses(self) -> Tensor:
+        """(parameters, 4): where each parameter's master, weight and moments are on the device."""
+        columns = zip(self.masters, self.weights, self.exp_avgs, self.exp_avg_sqs, strict=True)
+        return torch.tensor([[tensor.data_ptr() for tensor in row] for row in columns]).to(self.steps.device)
+
+    @cached_property
+    def is_aligned(self) -> bool:
+        """Whether a thread may read 16 bytes at once."""
+        lists = (self.masters, self.weights, self.exp_avgs, self.exp_avg_sqs)
+        return all(tensor.data_ptr() % 16 == 0 for tensors in lists for tensor in tensors)
+
+    @cached_property
+    def blocks(self) -> Tensor:
+        """(programs, 2): the parameter of every program of the kernel, and which block of it."""
+        counts = torch.tensor([-(-master.numel() // BLOCK) for master in self.masters])
+        parameters = torch.arange(len(counts)).repeat_interleave(counts)
+        first = (counts.cumsum(0) - counts)[parameters]
+        return torch.stack([parameters, torch.arange(len(parameters)) - first], dim=1).int().to(self.steps.device)
+
+    @cached_property
+    def sizes(self) -> Tensor:
+        return torch.tensor([master.numel() for master in self.masters]).to(self.steps.device)
+
+    @cached_property
+    def factors(self) -> Tensor:
+        """(parameters, 2): factor of the learning rate, and weight decay."""
+        return torch.tensor([self.lr_factors, self.weight_decays]).mT.contiguous().to(self.steps.device)
+
+    @cached_property
+    def weight_dtypes(self) -> set[torch.dtype]:
+        return {weight.dtype for weight in self.weights}
 
 
 def adamw_torch(
-    updates: Sequence[AdamWTensors], betas: tuple[float, float], eps: float, divisor: Tensor, finite: Tensor
+    tensors: MasterTensors,
+    gradients: Sequence[Tensor | None],
+    settings: AdamWSettings,
+    divisor: Tensor,
+    finite: Tensor,
 ) -> None:
-    """Divides the gradients by `divisor` and updates once; if not `finite`, nothing changes. By torch's fused kernel on
-    one float32 gradient after the other, and a copy to the weight.
-    """
+    """The update by torch's fused kernel, on one float32 gradient after the other, and a copy to the weight."""
     divisor, found_inf = divisor.float(), 1.0 - finite.float()
-    for update in updates:
+    for index, gradient in enumerate(gradients):
+        if gradient is None:
+            continue
+        master, weight = tensors.masters[index], tensors.weights[index]
         fused_adamw_(
-            [update.master],
-            [update.gradient.to(update.master.dtype, copy=True)],  # the kernel divides it in place
-            [update.exp_avg],
-            [update.exp_avg_sq],
+            [master],
+            [gradient.to(master.dtype, copy=True)],  # the kernel divides it in place
+            [tensors.exp_avgs[index]],
+            [tensors.exp_avg_sqs[index]],
             [],
-            [update.step],
-            lr=update.lr,
-            beta1=betas[0],
-            beta2=betas[1],
-            weight_decay=update.weight_decay,
-            eps=eps,
+            [tensors.steps[index]],
+            lr=settings.lr * tensors.lr_factors[index],
+            beta1=settings.betas[0],
+            beta2=settings.betas[1],
+            weight_decay=tensors.weight_decays[index],
+            eps=settings.eps,
             amsgrad=False,
             maximize=False,
             grad_scale=divisor,
             found_inf=found_inf,
         )
-        update.weight.copy_(update.master)
+        if weight is not master:
+            weight.copy_(master)
 
 
 def adamw_triton(
-    updates: Sequence[AdamWTensors], betas: tuple[float, float], eps: float, divisor: Tensor, finite: Tensor
+    tensors: MasterTensors,
+    gradients: Sequence[Tensor | None],
+    settings: AdamWSettings,
+    divisor: Tensor,
+    finite: Tensor,
 ) -> None:
-    """The same by one launch of a Triton kernel per parameter: 28 bytes of memory traffic per element where gradient
-    and weight are bf16.
+    """The update of all parameters by one launch of a Triton kernel for each dtype of gradients and weights. Where both
+    are bf16, it reads and writes 28 bytes per element.
     """
-    from meshwright.kernels.triton_adamw import adamw_kernel
+    from meshwright.kernels.triton_adamw import DTYPES, adamw_kernel
 
-    steps = torch.stack([update.step for update in updates]).double()
-    corrections = torch.stack([1 - betas[0] ** steps, (1 - betas[1] ** steps).sqrt()], dim=1).float()
+    device, (beta1, beta2) = tensors.steps.device, settings.betas
+    steps = tensors.steps.double()
+    corrections = torch.stack([1 - beta1**steps, (1 - beta2**steps).sqrt()], dim=1).float()
     scalars = torch.stack([divisor.float(), finite.float()])
-    for index, update in enumerate(updates):
-        if count := update.master.numel():
-            adamw_kernel[(-(-count // BLOCK),)](
-                update.master,
-                update.weight,
-                update.gradient,
-                update.exp_avg,
-                update.exp_avg_sq,
+    for gradient_dtype in {gradient.dtype for gradient in gradients if gradient is not None}:
+        for weight_dtype in tensors.weight_dtypes:
+            pairs = zip(gradients, tensors.weights, strict=True)
+            addresses = [
+                gradient.data_ptr()
+                if gradient is not None and (gradient.dtype, weight.dtype) == (gradient_dtype, weight_dtype)
+                else 0
+                for gradient, weight in pairs
+            ]
+            adamw_kernel[(len(tensors.blocks),)](
+                tensors.addresses,
+                host_to_device(torch.tensor(addresses), device),
+                tensors.blocks,
+                tensors.sizes,
+                tensors.factors,
                 corrections,
                 scalars,
-                index,
-                count,
-                update.lr,
-                1 - update.lr * update.weight_decay,
-                betas[0],
-                betas[1],
-                1 - betas[0],
-                1 - betas[1],
-                eps,
+                settings.lr,
+                beta1,
+                beta2,
+                1 - beta1,
+                1 - beta2,
+                settings.eps,
+                GRADIENT=DTYPES[gradient_dtype],
+                WEIGHT=DTYPES[weight_dtype],
+                ALIGNED=all(address % 16 == 0 for address in addresses) and tensors.is_aligned,
                 BLOCK=BLOCK,
             )
 
 
-def adamw_update(
-    updates: Sequence[AdamWTensors], betas: tuple[float, float], eps: float, divisor: Tensor, finite: Tensor
-) -> None:
-    """Updates by the kernel that runs on the device. The host does not wait for `divisor` or `finite`."""
-    if updates:
-        update = adamw_triton if runs_triton(updates[0].master.device) else adamw_torch
-        update(updates, betas, eps, divisor, finite)
+def like(master: Tensor, gradient: Tensor) -> Tensor:
+    """A copy of a gradient with the strides of its master weight."""
+    return torch.empty_like(master, dtype=gradient.dtype).copy_(gradient)
+
+
+def host_to_device(values: Tensor, device: torch.device) -> Tensor:
+    """Copies a small tensor to the device; the host does not wait."""
+    return values.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else values

@@ -9,11 +9,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 from meshwright.config import OptimizerConfig
-from meshwright.kernels.adamw import AdamWTensors, adamw_update
+from meshwright.kernels.adamw import AdamWSettings, MasterTensors
 from meshwright.optim.interface import OptimizedParameter, UpdateRule
 from meshwright.parallel.world import World
 from meshwright.topology.layout import Layout
-from meshwright.torch_private import foreach_add_
 
 
 class MasterAdamW(UpdateRule):
@@ -30,24 +29,24 @@ class MasterAdamW(UpdateRule):
         group: dist.ProcessGroup | None = None,
     ) -> None:
         super().__init__(parameters, config, layout, world, group)
-        for local in (p.local for p in parameters):
+        steps = torch.zeros(len(parameters), device=parameters[0].local.device)
+        for index, local in enumerate(p.local for p in parameters):
             self.state[local] = {
-                "step": torch.zeros((), device=local.device),
+                "step": steps[index],
                 "exp_avg": torch.zeros_like(local, requires_grad=False),
                 "exp_avg_sq": torch.zeros_like(local, requires_grad=False),
             }
+        self.tensors = MasterTensors(
+            [p.local.detach() for p in parameters],
+            [p.local.detach() if p.weight is None else p.weight for p in parameters],
+            [self.state[p.local]["exp_avg"] for p in parameters],
+            [self.state[p.local]["exp_avg_sq"] for p in parameters],
+            steps,
+            [p.settings.lr_factor for p in parameters],
+            [p.settings.weight_decay for p in parameters],
+        )
 
     @torch.no_grad()
     def step(self, lr: float, divisor: Tensor, finite: Tensor) -> None:
-        updates = []
-        for parameter in self.parameters:
-            local, settings = parameter.local, parameter.settings
-            if local.grad is not None:
-                weight = local if parameter.weight is None else parameter.weight
-                rate, decay = lr * settings.lr_factor, settings.weight_decay
-                updates.append(
-                    AdamWTensors(local, weight, local.grad, lr=rate, weight_decay=decay, **self.state[local])
-                )
-        if updates:
-            foreach_add_([update.step for update in updates], finite.float())
-            adamw_update(updates, (self.config.beta1, self.config.beta2), self.config.eps, divisor, finite)
+        settings = AdamWSettings(lr, (self.config.beta1, self.config.beta2), self.config.eps)
+        self.tensors.update([p.local.grad for p in self.parameters], settings, divisor, finite)

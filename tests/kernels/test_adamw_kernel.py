@@ -7,61 +7,67 @@ import sys
 import pytest
 import torch
 
-from meshwright.kernels.adamw import AdamWTensors, adamw_torch, adamw_triton
+from meshwright.kernels import adamw
+from meshwright.kernels.adamw import AdamWSettings, MasterTensors
 from meshwright.kernels.triton_runtime import has_triton
 
-BETAS, EPS, LR = (0.9, 0.95), 1e-8, 1e-2
-SHAPES = [(), (1,), (1023,), (1025,), (3, 700), (0, 4)]
+SETTINGS = AdamWSettings(1e-2, (0.9, 0.95), 1e-8)
+SHAPES = [(), (1,), (1023,), (2049,), (3, 700), (0, 4), (5,)]
+WITHOUT_GRADIENT = 6
 
 
-def updates(dtype, step=0.0, seed=0):
-    generator = torch.Generator().manual_seed(seed)
-    made = []
-    for index, shape in enumerate(SHAPES):
-        master = torch.randn(shape, generator=generator)
-        gradient = torch.randn(shape, generator=generator).to(dtype)
-        state = (torch.zeros(shape), torch.zeros(shape), torch.tensor(step))
-        made.append(AdamWTensors(master, master.bfloat16(), gradient, *state, LR * (1 + index), 0.1 * (index % 2)))
-    return made
+def tensors() -> MasterTensors:
+    generator = torch.Generator().manual_seed(0)
+    masters = [torch.randn(shape, generator=generator) for shape in SHAPES]
+    moments = [[torch.zeros(shape) for shape in SHAPES] for _ in range(2)]
+    factors, decays = [1.0 + index for index in range(len(SHAPES))], [0.1 * (index % 2) for index in range(len(SHAPES))]
+    weights = [master.bfloat16() for master in masters]
+    weights[0] = masters[0]  # a parameter without a master weight of its own
+    return MasterTensors(masters, weights, *moments, torch.zeros(len(SHAPES)), factors, decays)
 
 
-def torch_parameters(made, divisor, steps):
-    groups = [{"params": [u.master.clone().requires_grad_()], "lr": u.lr, "weight_decay": u.weight_decay} for u in made]
-    optimizer = torch.optim.AdamW(groups, betas=BETAS, eps=EPS, foreach=False)
+def gradients(dtype):
+    generator = torch.Generator().manual_seed(1)
+    made = [torch.randn(shape, generator=generator).to(dtype) for shape in SHAPES]
+    return [*made[:WITHOUT_GRADIENT], None]
+
+
+def torch_parameters(made, slopes, divisor, steps):
+    factors = zip(made.masters, made.lr_factors, made.weight_decays, strict=True)
+    groups = [{"params": [m.clone().requires_grad_()], "lr": SETTINGS.lr * f, "weight_decay": d} for m, f, d in factors]
+    optimizer = torch.optim.AdamW(groups, betas=SETTINGS.betas, eps=SETTINGS.eps, foreach=False)
     for _ in range(steps):
-        for group, update in zip(groups, made, strict=True):
-            group["params"][0].grad = update.gradient.float() / divisor
+        for group, slope in zip(groups, slopes, strict=True):
+            group["params"][0].grad = None if slope is None else slope.float() / divisor
         optimizer.step()
-    return [group["params"][0] for group in groups]
+    return [group["params"][0].detach() for group in groups]
 
 
-def check(update, dtype, rounding=2**-8):
-    made = updates(dtype)
-    expected = torch_parameters(made, 2.5, 3)
+def check(dtype, rounding):
+    made, slopes = tensors(), gradients(dtype)
+    expected = torch_parameters(made, slopes, 2.5, 3)
     for _ in range(3):
-        for one in made:
-            one.step.add_(1)
-        update(made, BETAS, EPS, torch.tensor(2.5), torch.tensor(True))
-    for one, parameter in zip(made, expected, strict=True):
-        torch.testing.assert_close(one.master, parameter.detach(), rtol=1e-6, atol=1e-6)
-        torch.testing.assert_close(one.weight.float(), one.master, rtol=rounding, atol=0)
+        made.update(slopes, SETTINGS, torch.tensor(2.5), torch.tensor(True))
+    for master, weight, parameter in zip(made.masters, made.weights, expected, strict=True):
+        torch.testing.assert_close(master, parameter, rtol=1e-6, atol=1e-6)
+        torch.testing.assert_close(weight.float(), master, rtol=rounding, atol=0)
+    assert made.steps.tolist() == [3.0] * WITHOUT_GRADIENT + [0.0]
 
 
-def check_not_finite(update):
-    made, before = updates(torch.bfloat16, 4.0), updates(torch.bfloat16, 4.0)
-    update(made, BETAS, EPS, torch.tensor(float("nan")), torch.tensor(False))
-    for one, old in zip(made, before, strict=True):
-        for name in ("master", "weight", "exp_avg", "exp_avg_sq", "step", "gradient"):
-            assert torch.equal(getattr(one, name), getattr(old, name)), name
+def check_not_finite():
+    made, before = tensors(), tensors()
+    made.update(gradients(torch.bfloat16), SETTINGS, torch.tensor(float("nan")), torch.tensor(False))
+    for name in ("masters", "weights", "exp_avgs", "exp_avg_sqs", "steps"):
+        assert all(map(torch.equal, getattr(made, name), getattr(before, name))), name
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_torch_function_equals_the_adamw_of_torch_and_rounds_the_master(dtype):
-    check(adamw_torch, dtype)
+    check(dtype, rounding=2**-8)
 
 
 def test_torch_function_changes_nothing_in_a_step_that_is_not_finite():
-    check_not_finite(adamw_torch)
+    check_not_finite()
 
 
 @pytest.mark.skipif(not has_triton(), reason="triton is not installed")
@@ -71,9 +77,14 @@ def test_triton_kernel_equals_the_adamw_of_torch_and_changes_nothing_if_not_fini
     environment = os.environ | {"TRITON_INTERPRET": "1"}
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
     assert done.returncode == 0, done.stderr
+    assert done.stdout == "adamw_triton\n"
 
 
 if __name__ == "__main__":
-    for dtype in (torch.bfloat16, torch.float32):
-        check(adamw_triton, dtype, rounding=2**-7)  # the interpreter truncates
-    check_not_finite(adamw_triton)
+    chosen = set()
+    of_triton = adamw.adamw_triton
+    adamw.adamw_triton = lambda *args: (chosen.add("adamw_triton"), of_triton(*args))
+    for gradient_dtype in (torch.bfloat16, torch.float32):
+        check(gradient_dtype, rounding=2**-7)  # the interpreter truncates
+    check_not_finite()
+    print(*chosen)
