@@ -62,7 +62,8 @@ def check(shape: Shape, device: torch.device) -> dict[str, Any]:
     shape = for_numerics(shape)
     first, default = FirstStep(), GlobalState.capture()
     torch.manual_seed(0)
-    loop = MeshwrightLoop(shape, device, observer=first)
+    scope = "model" if shape.width < 1024 else "block"  # as the full model is compiled
+    loop = MeshwrightLoop(shape, device, (f"compile.scope={scope}",), first)
     loop.step()
     own_loss, own_gradients = loop.loss(), plain_tensors(shape, first.gradients)
     loop.close()

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.attention import SDPBackend, _sdpa_kernel
 
 from benchmarks.gpu.plain_model import PlainModel, initialize
 from benchmarks.gpu.shapes import BETAS, CLIP, EPS, LR, WEIGHT_DECAY, Shape
@@ -70,8 +71,8 @@ class BestLoop(PlainLoop):
             parameter.data = parameter.data.bfloat16()
         self.optimizer = MasterAdamW(self.model)
         if device.type == "cuda":
-            for name in ("flash", "mem_efficient", "math"):
-                getattr(torch.backends.cuda, f"enable_{name}_sdp")(False)
+            _sdpa_kernel([SDPBackend.CUDNN_ATTENTION])
+            torch.compiler.config.cache_key_tag = "cudnn"
             for module in [self.model] if shape.width < 1024 else self.model.blocks:
                 module.compile()
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import torch
+from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, _sdpa_kernel
 
 WARMUP = 4
 """Steps after a contender is built: they compile, and choose kernels."""
@@ -39,28 +40,25 @@ class GlobalState:
 
     deterministic: bool
     matmul_precision: str
-    attention: tuple[bool, ...]
-    memory_budget: float
+    attention: tuple[SDPBackend, ...]
+    """the backends of scaled_dot_product_attention that may be used, in the order in which they are tried"""
+    compile_cache: str
+    """what the cache of compiled code is keyed by in addition: it does not know the backends of attention"""
 
     @classmethod
     def capture(cls) -> GlobalState:
         return cls(
             torch.are_deterministic_algorithms_enabled(),
             torch.get_float32_matmul_precision(),
-            tuple(getattr(torch.backends.cuda, f"{name}_sdp_enabled")() for name in ATTENTION),
-            torch._functorch.config.activation_memory_budget,  # type: ignore[attr-defined]
+            tuple(_cur_sdpa_kernel_backends(with_priority=True)),
+            torch.compiler.config.cache_key_tag,
         )
 
     def restore(self) -> None:
         torch.use_deterministic_algorithms(self.deterministic)
         torch.set_float32_matmul_precision(self.matmul_precision)
-        for name, enabled in zip(ATTENTION, self.attention, strict=True):
-            getattr(torch.backends.cuda, f"enable_{name}_sdp")(enabled)
-        torch._functorch.config.activation_memory_budget = self.memory_budget  # type: ignore[attr-defined]
-
-
-ATTENTION = ("flash", "cudnn", "mem_efficient", "math")
-"""The backends of scaled_dot_product_attention that can be switched."""
+        _sdpa_kernel(list(self.attention), set_priority=True)
+        torch.compiler.config.cache_key_tag = self.compile_cache
 
 
 @dataclass(frozen=True)
