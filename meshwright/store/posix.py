@@ -11,7 +11,6 @@ import fcntl
 import mmap
 import os
 import secrets
-from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from contextlib import suppress
@@ -48,9 +47,9 @@ class PosixCalls:
             return False
         return direct
 
-    def start_threads(self, count: int) -> Executor:
-        """Threads that write the blocks of a file."""
-        return ThreadPoolExecutor(count, thread_name_prefix="store")
+    def start_thread(self) -> Executor:
+        """A thread that writes the blocks of a file."""
+        return ThreadPoolExecutor(1, thread_name_prefix="store")
 
     def sync(self, file: int) -> None:
         os.fsync(file)
@@ -182,21 +181,20 @@ class PosixStore:
 
 
 class PosixSink:
-    """A new file. Threads write its full blocks directly to the disk, past the page cache, while the next ones are
+    """A new file. A thread writes its full blocks directly to the disk, past the page cache, while the next one is
     filled; the rest is written when it is closed. After a failed write the file is never retried or overwritten.
     """
 
     BLOCK_BYTES = 8 << 20
-    THREADS = 2
 
     def __init__(self, calls: PosixCalls, path: str) -> None:
         self.calls, self.path = calls, path
         self.file: int | None = calls.create(path)
         self.block, self.filled, self.offset = self._new_block(), 0, 0
         """The block that is being filled, its bytes so far, and its offset in the file."""
-        self.threads: Executor | None = None
-        self.writes: deque[Future[Block]] = deque()
-        """The blocks that are being written."""
+        self.thread: Executor | None = None
+        self.writing: Future[Block] | None = None
+        """The write of the block before."""
         self.direct = False
 
     def write(self, content: Buffer) -> None:
@@ -211,8 +209,8 @@ class PosixSink:
 
     def close(self) -> None:
         assert self.file is not None
-        while self.writes:
-            self.writes.popleft().result()
+        if self.writing is not None:
+            self.writing.result()
         if self.direct:
             self._write_buffered()
         self._write_all(self.block[: self.filled], self.offset)
@@ -223,8 +221,8 @@ class PosixSink:
 
     def abort(self) -> None:
         """Close the file handle. The bytes written so far stay, unpublished, until retention deletes them."""
-        if self.threads is not None:
-            self.threads.shutdown(cancel_futures=True)
+        if self.thread is not None:
+            self.thread.shutdown(cancel_futures=True)
         if self.file is not None:
             file, self.file = self.file, None
             self.calls.close(file)
@@ -235,12 +233,11 @@ class PosixSink:
 
     def _submit_block(self) -> None:
         assert self.file is not None
-        if self.threads is None:
-            self.threads = self.calls.start_threads(self.THREADS)
+        if self.thread is None:
+            self.thread = self.calls.start_thread()
             self.direct = self.calls.set_direct(self.file, True)
-        self.writes.append(self.threads.submit(self._write_all, self.block, self.offset))
-        waits = len(self.writes) > self.THREADS
-        self.block = self.writes.popleft().result() if waits else self._new_block()
+        before, self.writing = self.writing, self.thread.submit(self._write_all, self.block, self.offset)
+        self.block = before.result() if before is not None else self._new_block()
         self.offset, self.filled = self.offset + self.BLOCK_BYTES, 0
 
     def _write_all(self, block: Block, offset: int) -> Block:

@@ -113,7 +113,7 @@ class SimulatedDisk(PosixCalls):
     def set_direct(self, file: int, direct: bool) -> bool:
         return direct
 
-    def start_threads(self, count: int) -> Executor:
+    def start_thread(self) -> Executor:
         return InlineExecutor()
 
     def sync(self, file: int) -> None:
