@@ -99,7 +99,8 @@ def multiply(left: Float8, right: Float8, dtype: torch.dtype) -> Tensor:
     """`left @ right.t()`, which reduces over the rows of both."""
     if left.values.is_cuda:
         return scaled_mm(left.values, right.values.t(), left.scale, right.scale.t(), dtype, fast=True)
-    product = left.values.float() @ right.values.float().t()
+    with torch.autocast(left.values.device.type, enabled=False):
+        product = left.values.float() @ right.values.float().t()
     return (product * left.scale * right.scale.t()).to(dtype)
 
 
