@@ -107,10 +107,10 @@ def test_bias_is_added_in_the_precision_of_the_product():
 
 
 def test_float8_needs_bf16_and_a_gpu_that_has_it(monkeypatch):
-    with pytest.raises(ConfigError, match="precision.float8 without precision.compute = bf16") as error:
+    with pytest.raises(ConfigError, match=r"precision\.float8 without precision\.compute = bf16") as error:
         validate(load_config(overrides=[*FLOAT8, "--precision.compute=fp32"]))
     assert error.value.hint.startswith("try precision.compute = bf16")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (8, 0))
-    with pytest.raises(ConfigError, match="8.9 or newer, and cuda:0 has 8.0"):
+    with pytest.raises(ConfigError, match=r"8\.9 or newer, and cuda:0 has 8\.0"):
         require_float8(torch.device("cuda:0"))
     require_float8(torch.device("cpu"))
