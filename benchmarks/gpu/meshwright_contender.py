@@ -84,6 +84,8 @@ class MeshwrightLoop:
             heartbeat = heartbeat or Heartbeat(self.folder / "heartbeat")
             self.training = Training(job, World(device=device, heartbeat=heartbeat))
         self.resources.callback(self.training.signals.close)
+        if transformers:  # the trainer trains a copy, and the user's own model need not be on the device
+            user.model.to_empty(device="meta")
 
     def step(self) -> None:
         """What the loop of `train_rank` does in every step."""
