@@ -224,7 +224,9 @@ def checkpoint_targets(result: dict[str, Any]) -> list[dict[str, Any]]:
                 name = f"checkpoint, {operation} / {peer}, ranks {ranks}"
                 rows.append(target(name, ratio["median"], checkpoint.TARGETS[peer], "<="))
     share = result["digests"]["share"]["median"]
-    return [*rows, target("checkpoint, share of digests in a save", share, checkpoint.MAX_DIGEST_SHARE, "<=")]
+    rows.append(target("checkpoint, share of digests in a save", share, checkpoint.MAX_DIGEST_SHARE, "<="))
+    ratio = result["rates"]["save_to_plain"]["median"]
+    return [*rows, target("checkpoint, rate of a save / plain write", ratio, checkpoint.MIN_WRITE_RATIO, ">=")]
 
 
 def target(name: str, value: float | None, bound: float, comparison: str) -> dict[str, Any]:

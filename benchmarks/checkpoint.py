@@ -4,6 +4,8 @@ The state is the parameters of a decoder and their AdamW moments. In a round eve
 a shuffled order, each after the previous one has finished its writes; a result is the median over rounds of the ratio
 within a round. Of an asynchronous save the call is timed, for which training waits. `torch.save` is timed as it is
 commonly used, without an fsync. All files that are loaded are in the page cache: the disk is not compared.
+
+A larger state is saved beside a plain write of the same bytes with an fsync: both are durable when they end.
 """
 
 from __future__ import annotations
@@ -51,6 +53,10 @@ TARGETS = {TORCH_SAVE: 0.25, ASYNC_SAVE: 1.0, LOAD: 1.25}
 """The largest ratio of seconds to each peer: of the stall of a save, and of a restore with verification."""
 MAX_DIGEST_SHARE = 0.05
 """The largest share of a synchronous save that may be spent on digests."""
+RATE_BYTES, RATE_ROUNDS = 1 << 30, 5
+"""The size of the state whose rates are measured, and how often it is saved."""
+MIN_WRITE_RATIO = 0.9
+"""The smallest ratio of the rate of a save, until its checkpoint exists, to that of a plain write with an fsync."""
 DIGEST_FUNCTIONS = ("xxh3_64_intdigest", "xxh3_128")
 """The functions of xxhash that a save calls: to compare replicas, and to write shards and read them back."""
 
@@ -79,6 +85,9 @@ def measure() -> dict[str, Any]:
     report("digests")
     with tempfile.TemporaryDirectory(prefix="meshwright-bench-") as folder:
         result["digests"] = run_ranks(measure_digests, 1, Path(folder), timeout=300.0)[0]
+    report("rates")
+    with tempfile.TemporaryDirectory(prefix="meshwright-bench-") as folder:
+        result["rates"] = run_ranks(measure_rates, 1, Path(folder), timeout=600.0)[0]
     return result
 
 
@@ -186,16 +195,7 @@ def loaders(
     dcp.save(dict(state), storage_writer=FileSystemWriter(path), process_group=group, no_dist=group is None)
 
     def meshwright_restore(_number: int) -> Finish:
-        result = restore(
-            PosixStore(folder),
-            world,
-            LINEAGE,
-            state,
-            lambda _manifest: None,
-            fallback=False,
-            on_damaged=lambda *_: None,
-        )
-        assert result is not None
+        load_newest(world, folder, state)
         return no_op
 
     def load(_number: int) -> Finish:
@@ -210,6 +210,14 @@ def loaders(
         method(0)
         assert all(torch.equal(tensor, expected[name]) for name, tensor in state.items())
     return {MESHWRIGHT: meshwright_restore, LOAD: load}
+
+
+def load_newest(world: World, folder: Path, state: dict[str, torch.Tensor]) -> None:
+    """Restores the newest checkpoint into the state; every byte is verified."""
+    result = restore(
+        PosixStore(folder), world, LINEAGE, state, lambda _manifest: None, fallback=False, on_damaged=lambda *_: None
+    )
+    assert result is not None
 
 
 def make_saver(world: World, folder: Path, state: dict[str, torch.Tensor], mode: Any) -> CheckpointSaver:
@@ -250,6 +258,49 @@ def measure_digests(world: World, folder: Path) -> dict[str, Any]:
         "digest_ms_by_function": milliseconds(by_function),
         "share": ratio_of_seconds(digest_seconds, save_seconds),
     }
+
+
+def measure_rates(world: World, folder: Path) -> dict[str, Any]:
+    """GB/s of a save until its checkpoint exists, of a plain write of the same bytes, and of a restore."""
+    state = {f"model/{index}": torch.randn(RATE_BYTES // 32) for index in range(8)}
+    saver = make_saver(world, folder, state, "async")
+    publish, published = saver.store.publish_if_absent, [0.0]
+
+    def publish_and_stamp(*args: Any) -> bool:
+        done = publish(*args)
+        published[0] = time.perf_counter()
+        return done
+
+    saver.store.publish_if_absent = publish_and_stamp  # type: ignore[method-assign]
+    seconds: Seconds = {"plain": [], "save": [], "restore": []}
+    for number in range(RATE_ROUNDS):
+        seconds["plain"].append(write_plainly(folder / "plain", state))
+        saver.save(metadata(number + 1))
+        begin = time.perf_counter()
+        (result,) = saver.wait()
+        assert result.error is None
+        seconds["save"].append(published[0] - begin)
+        begin = time.perf_counter()
+        load_newest(world, folder, state)
+        seconds["restore"].append(time.perf_counter() - begin)
+    rates = {name: round(RATE_BYTES / statistics.median(values) / 1e9, 3) for name, values in seconds.items()}
+    return {
+        "gigabytes": RATE_BYTES / 1e9,
+        "gb_per_second": rates,
+        "save_to_plain": ratio_of_seconds(seconds["plain"], seconds["save"]),
+    }
+
+
+def write_plainly(path: Path, state: dict[str, torch.Tensor]) -> float:
+    """The seconds in which the bytes of tensors are written to a file, one after the other, and synced."""
+    begin = time.perf_counter()
+    with open(path, "wb", buffering=0) as file:
+        for tensor in state.values():
+            file.write(memoryview(tensor.numpy().data).cast("B"))
+        os.fsync(file.fileno())
+    seconds = time.perf_counter() - begin
+    path.unlink()
+    return seconds
 
 
 class DigestClock:

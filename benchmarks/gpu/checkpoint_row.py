@@ -20,7 +20,8 @@ from torch.distributed.checkpoint import FileSystemWriter
 from benchmarks.gpu.meshwright_contender import MeshwrightLoop
 from benchmarks.gpu.shapes import Shape
 from benchmarks.gpu.timing import WARMUP, synchronize
-from meshwright.checkpoint.listing import list_published
+from meshwright.checkpoint.listing import checkpoint_folder
+from meshwright.checkpoint.manifest import MANIFEST_FILE
 
 SETTINGS = ("checkpoint.mode=async", "checkpoint.seconds=0", "checkpoint.keep=1")
 """Saves happen when the benchmark asks for them."""
@@ -93,10 +94,11 @@ def save_while_training(loop: MeshwrightLoop) -> dict[str, Any]:
     record.
     """
     training, begin = loop.training, time.perf_counter()
-    done, published = training.done, []
+    manifest = f"{checkpoint_folder(training.done, training.job.attempt)}/{MANIFEST_FILE}"
+    published = []
 
     def watch() -> None:
-        while not any(entry.step == done for entry in list_published(training.store)):
+        while training.store.size(manifest) is None:
             time.sleep(0.01)
         published.append(time.perf_counter() - begin)
 
