@@ -81,7 +81,7 @@ class ModuleCost:
     """bytes that autograd saves for backward, without parameters, in the dtype of the parameters"""
     backward_flops: Cost = Cost()
     matmul_outputs: Cost = Cost()
-    """bytes of the outputs of matrix products and attention, which selective activation checkpointing saves"""
+    """bytes of the outputs of matrix products and attention"""
     output: Cost = Cost()
     """bytes of the hidden states that it returns"""
     forward_peak: Cost = Cost()

@@ -11,8 +11,16 @@ import torch
 from small_run import load_cpu_config
 from step_harness import LR, build_loader, build_step
 from torch._functorch import config as functorch_config
+from torch.utils.checkpoint import CheckpointPolicy
 
-from meshwright.config import RunConfig
+from meshwright.config import ModelConfig, RunConfig
+from meshwright.models.init import build_model
+from meshwright.parallel.activation_memory.activation_checkpoint import (
+    ATTENTION,
+    MATMULS,
+    SelectivePolicy,
+    checkpoint_block,
+)
 from meshwright.parallel.compile import apply_compile
 from meshwright.parallel.parallel_spec import ParallelSpec
 from meshwright.parallel.world import World
@@ -119,3 +127,40 @@ def test_memory_budget_holds_while_the_blocks_of_its_model_are_compiled(monkeypa
         block(torch.ones(1, 2)).sum().backward()
     assert budgets == [0.25]  # equal blocks share a graph
     assert functorch_config.activation_memory_budget == 1.0
+
+
+@pytest.mark.parametrize(
+    ("options", "saved"),
+    [
+        ({}, ["k", "v", "out", "up"]),
+        ({"family": "gpt2", "kv_heads": 4, "ffn": 128}, ["k", "out", "down"]),
+        ({"experts": 4}, ["k", "v", "out", "up"]),
+    ],
+    ids=["llama", "gpt2", "experts"],
+)
+def test_selective_checkpointing_saves_attention_and_half_of_the_products(monkeypatch, options, saved):
+    decisions = []
+
+    class Recorded(SelectivePolicy):
+        def __call__(self, context, operation, *args, **kwargs):
+            decision = super().__call__(context, operation, *args, **kwargs)
+            name = operation.__name__.partition(".")[0]
+            if name in (*MATMULS, *ATTENTION) and not context.is_recompute:
+                decisions.append((name, decision == CheckpointPolicy.MUST_SAVE))
+            return decision
+
+    monkeypatch.setattr("meshwright.parallel.activation_memory.activation_checkpoint.SelectivePolicy", Recorded)
+    shape = {"vocab": 16, "width": 32, "layers": 1, "heads": 4, "kv_heads": 1, "ffn": 128} | options
+    model = build_model(ModelConfig(**shape), 0)
+    (block,) = model.decoder.blocks
+    checkpoint_block(block, "selective")
+    tokens = torch.arange(16).view(2, 8)
+    model(tokens, tokens)[0].backward()
+    names = {"gpt2": ["q", "k", "v", "attention", "out", "up", "down"]}.get(
+        options.get("family"), ["q", "k", "v", "attention", "out", "gate", "up", "down"]
+    )
+    if "experts" in options:
+        names.insert(5, "router")
+    assert [name for name, (_, is_saved) in zip(names, decisions, strict=True) if is_saved] == sorted(
+        [*saved, "attention"], key=names.index
+    )

@@ -196,7 +196,7 @@ class ModuleActivations:
 
     saved: float
     matmul_outputs: float
-    """what selective activation checkpointing saves"""
+    """outputs of matrix products and attention"""
     output_gradients: float
     """gradients of matmul outputs"""
     backward_peak: float = 0

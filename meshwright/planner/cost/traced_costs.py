@@ -118,7 +118,8 @@ def _(model: TracedModel, settings: ActivationSettings, moe: bool) -> BlockActiv
         return BlockActivations(total, block.forward_peak, block.backward_peak, block.backward_peak, deferred, weights)
     saved = hidden / settings.segment
     if settings.activation_checkpoint == "selective":
-        saved = min(total, hidden + block.matmul_outputs)
+        # The output of attention, which is as large as the hidden states, and half of the products.
+        saved = min(total, hidden + (block.matmul_outputs + hidden) / 2)
     recomputed = settings.segment * total - saved
     peak = recomputed + block.backward_peak
     return BlockActivations(saved, total - saved + block.forward_peak, peak, peak, deferred + total - saved, weights)
