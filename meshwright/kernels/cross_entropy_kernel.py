@@ -81,8 +81,8 @@ def cross_entropy_rows(
                     tanh = 1.0 - 2.0 / (tl.exp(2.0 * x / softcap) + 1.0)
                     x = softcap * tanh
                     slope = 1.0 - tanh * tanh
-                inside = (index == label) & (index < vocab)
-                gradient = (tl.exp(x - log_sum) - tl.where(inside, 1.0, 0.0)) * slope
+                is_target = (index == label) & (index < vocab)
+                gradient = (tl.exp(x - log_sum) - tl.where(is_target, 1.0, 0.0)) * slope
                 tl.store(logits + index, gradient.to(logits.dtype.element_ty), mask=index < width)
 
 
