@@ -58,8 +58,8 @@ class Session:
         try:
             row |= run()
         except Exception as error:  # noqa: BLE001 - a contender may fail in any way
-            traceback.print_exc(limit=-6)
-            row["error"] = f"{type(error).__name__}: {error}"[:500]
+            traceback.print_exc(limit=-2)
+            row["error"] = f"{type(error).__name__}: {error}"[:300]
         free_memory(self.device)
         row["seconds"] = round(time.monotonic() - begin, 1)
         rows = [other for other in self.result["rows"] if (other["row"], other["model"]) != (name, model)]

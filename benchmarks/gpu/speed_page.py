@@ -181,7 +181,7 @@ def start(result: Result) -> str:
             f"{times['process_seconds']:.1f}",
         ]
         for row in rows_of(result, ("start",))
-        for label, times in (("empty", row["cold"]), ("full", row["warm"]), ("full, again", row["warm_again"]))
+        for label, times in (("empty", row["cold"]), ("after kill -9", row["restarted"]), ("full", row["warm"]))
     ]
     return table(("model", "compile cache", "build, s", "first step, s", "whole process, s"), rows)
 
