@@ -122,24 +122,33 @@ def numerics(result: Result) -> str:
 
 
 def predictions(result: Result) -> str:
-    """What the planner predicts for every run of Meshwright that was measured."""
-    rows = {}
+    """What the planner predicts for every run of Meshwright that was measured, and the largest errors."""
+    rows, errors = {}, []
     for row in rows_of(result):
         for side in (row.get("first", {}), row.get("second", {})):
-            if predicted := side.get("predicted"):
-                time, memory = (side[key] / predicted[key] - 1 for key in ("step_ms", "peak_gib"))
-                rows[row["model"], side["title"]] = [
-                    row["model"],
-                    side["title"],
-                    f"{predicted['step_ms']:.1f}",
-                    f"{side['step_ms']:.1f}",
-                    f"{time:+.1%}",
-                    f"{predicted['peak_gib']:.1f}",
-                    f"{side['peak_gib']:.1f}",
-                    f"{memory:+.1%}",
-                ]
+            if (key := (row["model"], side.get("title"))) in rows or not (predicted := side.get("predicted")):
+                continue
+            time, memory = side["step_ms"], side["peak_gib_of_steps"]
+            errors.append((predicted["step_ms"] / time - 1, predicted["peak_gib"] / memory - 1))
+            rows[key] = [
+                *key,
+                f"{predicted['step_ms']:.1f}",
+                f"{time:.1f}",
+                f"{errors[-1][0]:+.1%}",
+                f"{predicted['peak_gib']:.1f}",
+                f"{memory:.1f}",
+                f"{errors[-1][1]:+.1%}",
+            ]
     head = ("model", "run", "predicted ms", "measured ms", "error", "predicted GiB", "measured GiB", "error")
-    return table(head, rows.values())
+    if not errors:
+        return table(head, [])
+    largest = (max(map(abs, column)) for column in zip(*errors, strict=True))
+    summary = (
+        "The largest errors are {:.1%} of step time (target: 8 %) and {:.1%} of peak memory (target: 5 %).".format(
+            *largest
+        )
+    )
+    return f"{table(head, rows.values())}\n{summary}\n"
 
 
 def checkpoint(result: Result) -> str:

@@ -13,7 +13,7 @@ from benchmarks.gpu.session import Session, targets
 from benchmarks.gpu.shapes import SHAPES, tiny
 from benchmarks.gpu.speed_page import PAGE, RESULTS, render
 
-CHEAP = ("ceiling", "numerics", "eager", "fsdp", "observation", "checkpoint")
+CHEAP = ("ceiling", "numerics", "eager", "fsdp")
 REST = tuple(row for row in command.ROWS if row not in (*CHEAP, "profile"))
 
 
