@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from seeded_faults import after_init, map_result, wrap
 from user_faults import EXPERTS, FORMULA, MODEL, ONE_RANK, user_fault
 
+from meshwright.kernels import cross_entropy
 from meshwright.models import init
 from meshwright.models.layers import decoder, rotary
 from meshwright.models.layers.attention import CoreAttention
@@ -22,6 +23,7 @@ from meshwright.parallel.context_parallel import ring_attention, sequence_chunks
 from meshwright.trainer import build
 
 SETTINGS = (*ONE_RANK, "--seed=5", "--model.rope_theta=100", "--model.norm_eps=1e-4")
+FUSED = (*SETTINGS, "--kernels.loss=fused")
 DOCUMENTS = (*ONE_RANK, "--model.tie=true", "--model.separator=0")
 RING = (*MODEL, "--layout.replicate=1", "--batch.global=2", "--layout.context=3", "--data.sequence=24")
 ONE_EXPERT = (*EXPERTS, "--model.experts_active=1")
@@ -248,6 +250,17 @@ def loss_has_a_z_loss(patch):
         return total[0] + 1e-4 * self.logits(hidden).logsumexp(-1).square().sum(), total[1]
 
     map_result(patch, HeadLoss, "forward", wrong)
+
+
+@user_fault(FUSED, "gradient of", FORMULA)
+def gradients_of_the_fused_loss_are_not_those_of_the_mean(patch):
+    patch.setattr(cross_entropy, "scale", lambda tensor, _factor, dtype: tensor.to(dtype))
+
+
+@user_fault(FUSED, "gradient of", FORMULA)
+def fused_loss_has_the_weight_gradient_of_its_last_chunk(patch):
+    patch.setattr(cross_entropy, "default_chunk", lambda *_shapes: 7)
+    wrap(patch, cross_entropy, "add_product", lambda right, *matrices, first: right(*matrices, first=True))
 
 
 @user_fault(SETTINGS, "initial value of", "the initial weights do not follow from the seed")
