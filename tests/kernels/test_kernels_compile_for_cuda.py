@@ -1,4 +1,4 @@
-"""Every Triton kernel compiles for a GPU, which needs none: the interpreter accepts programs that the compiler refuses."""
+"""Every Triton kernel compiles for a GPU, which needs none: the interpreter accepts what the compiler refuses."""
 
 import inspect
 
