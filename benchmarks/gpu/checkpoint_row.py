@@ -27,7 +27,7 @@ SETTINGS = ("checkpoint.mode=async", "checkpoint.seconds=0", "checkpoint.keep=1"
 """Saves happen when the benchmark asks for them."""
 STALL_STEPS = 4
 """A save delays the step in which it begins and those in which its copies end; later ones train beside the writes."""
-PEER_SHARE = 0.25
+PEER_SHARE = 0.1
 """The share of the state that the peers save: the whole takes them most of a minute."""
 CHUNK = 64 << 20
 MAX_STALL_SECONDS, MAX_SLOWDOWN, MIN_WRITE_RATIO, MIN_RESTORE_RATE = 0.060, 1.02, 0.9, 2.0

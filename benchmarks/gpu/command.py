@@ -42,7 +42,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument(
         "--rows",
         default=",".join(name for name in ROWS if name != "profile"),
-        help=f"rows to measure: {', '.join(ROWS)}",
+        help=f"rows to measure, such as best or best:a+b for two models: {', '.join(ROWS)}",
     )
     parser.add_argument("--rounds", type=int, default=3, help="turns of each contender of a row")
     parser.add_argument(
@@ -56,9 +56,13 @@ def main(arguments: list[str]) -> None:
     args = parser.parse_args(arguments)
     if args.add and args.json is None:
         parser.error("--add needs --json FILE")
-    models, rows = args.models.split(","), args.rows.split(",")
-    for name, known in ((set(models), set(SHAPES)), (set(rows), set(ROWS))):
-        if unknown := name - known:
+    models = args.models.split(",")
+    rows = {
+        name: set(only.split("+") if only else SHAPES)
+        for name, _, only in (r.partition(":") for r in args.rows.split(","))
+    }
+    for names, known in (({*models, *set.union(*rows.values())}, set(SHAPES)), (set(rows), set(ROWS))):
+        if unknown := names - known:
             parser.error(f"unknown: {', '.join(sorted(unknown))}; expected {', '.join(sorted(known))}")
     if not args.tiny and not torch.cuda.is_available():
         parser.error("torch finds no CUDA device; --tiny runs the code on the CPU")
@@ -84,23 +88,24 @@ def with_all_steps(shape: Shape) -> Shape:
     return shape
 
 
-def run_rows(session: Session, models: list[str], rows: list[str], ceiling_seconds: float) -> None:
-    """Measures rows model by model, so that Meshwright is built once per model."""
+def run_rows(session: Session, models: list[str], rows: dict[str, set[str]], ceiling_seconds: float) -> None:
+    """Measures rows, each with the models that it is wanted for, model by model: Meshwright is built once per model."""
     torch._dynamo.config.recompile_limit = 64  # contenders of one model share the compiler
     if "ceiling" in rows:
         session.result["ceilings"] = ceilings.measure(session.device, ceiling_seconds)
         report(f"ceiling: {session.result['ceilings']}")
     for model in models:
         shape = session.adapt(SHAPES[model])
-        if "numerics" in rows:
+        wanted = {name for name, only in rows.items() if model in only}
+        if "numerics" in wanted:
             session.measure("numerics", model, 15.0, [], partial(numerics.check, shape, session.device))
         for row in PAIRS:
-            if row.name in rows and model in row.models:
+            if row.name in wanted and model in row.models:
                 estimate = row.setup_seconds + session.rounds * 2 * TURN_SECONDS
                 session.measure(row.name, model, estimate, row.missing(), partial(session.pair, row, shape))
         session.leave_default()
         for name, (measure, known, estimate) in SINGLE.items():
-            if name in rows and model in known:
+            if name in wanted and model in known:
                 session.measure(name, model, estimate, [], partial(measure, shape, session.device))
 
 

@@ -42,6 +42,8 @@ class PairRow:
     models: tuple[str, ...] = ALL
     min_speed: dict[str, float] = field(default_factory=dict)
     """model -> the smallest ratio of speed that is a success"""
+    min_speed_to: dict[str, float] = field(default_factory=dict)
+    """row -> the smallest speed relative to the second side of that row; both rows are relative to Meshwright"""
     max_memory: dict[str, float] = field(default_factory=dict)
     """model -> the largest ratio of peak memory that is a success"""
     packages: tuple[str, ...] = ()
@@ -78,8 +80,8 @@ PAIRS = (
         Side("best plain loop", BestLoop),
         ALL,
         dict.fromkeys(ALL, 1.0),
-        dict.fromkeys(ALL, 1.0),
-        ("triton",),
+        max_memory=dict.fromkeys(ALL, 1.0),
+        packages=("triton",),
     ),
     PairRow("eager", DEFAULT, Side("plain eager loop", EagerLoop), setup_seconds=4),
     PairRow(
@@ -100,8 +102,15 @@ PAIRS = (
         packages=("transformers", "pytorch_lightning"),
         setup_seconds=8,
     ),
-    PairRow("transformers", TRANSFORMERS, accelerate("", "none"), ("b",), {"b": 1.2}, packages=HF, setup_seconds=25),
-    PairRow("transformers-regional", TRANSFORMERS, REGIONAL, ("b",), {"b": 1.05}, packages=HF, setup_seconds=30),
+    PairRow(
+        "transformers",
+        TRANSFORMERS,
+        DEFAULT,
+        ("b",),
+        min_speed_to={"accelerate": 1.2, "accelerate-regional": 1.05},
+        packages=HF,
+        setup_seconds=20,
+    ),
     PairRow("float8", variant("float8", "precision.float8=true"), DEFAULT, ("b", "c"), {"b": 1.12, "c": 1.20}),
     PairRow("ddp", Side("Meshwright, DDP", partial(WrappedLoop, shard=False)), DEFAULT, ("b",), {"b": AT_MOST[0.5]}),
     PairRow(
@@ -128,7 +137,7 @@ PAIRS = (
         DEFAULT,
         ("b",),
         {"b": AT_MOST[9]},
-        {"b": 0.7},
+        max_memory={"b": 0.7},
     ),
     PairRow("memory-budget", variant("memory budget 0.5", "activation_checkpoint.memory_budget=0.5"), DEFAULT, ("b",)),
     PairRow("residual-fp32", variant("float32 residual stream", "precision.residual=fp32"), DEFAULT, ("b",)),

@@ -6,7 +6,7 @@ import json
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -104,8 +104,17 @@ class Session:
             "second": {"title": row.second.title, **results[1]},
             "ratio": ratio,
             "memory_ratio": memory,
-            "targets": targets(row, shape.name, ratio["median"], memory),
+            "targets": [*targets(row, shape.name, ratio["median"], memory), *self.targets_to(row, shape.name, ratio)],
         }
+
+    def targets_to(self, row: PairRow, model: str, ratio: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        """The targets relative to contenders that were timed beside Meshwright in rows of their own."""
+        for name, bound in row.min_speed_to.items():
+            for other in self.result["rows"]:
+                if (other["row"], other["model"]) == (name, model) and "ratio" in other:
+                    value = round(ratio["median"] * other["ratio"]["median"], 4)
+                    quantity = f"speed / {other['second']['title']}"
+                    yield {"quantity": quantity, "target": f">= {bound:.4g}", "value": value, "met": value >= bound}
 
     def enter(self, side: Side, shape: Shape) -> Entrant:
         shape = self.adapt(side.shape) if side.shape is not None else shape

@@ -211,7 +211,11 @@ def describe_ratio(ratio: Row) -> str:
 
 
 def describe_targets(targets: list[Row]) -> str:
-    return ", ".join(f"{t['quantity']} {t['target']}: {'met' if t['met'] else 'missed'}" for t in targets)
+    return ", ".join(
+        f"{t['quantity']} {t['target']}: {'met' if t['met'] else 'missed'}"
+        + (f" ({t['value']:.2f})" if " / " in t["quantity"] else "")
+        for t in targets
+    )
 
 
 def target_of(row: Row, quantity: str) -> str:
