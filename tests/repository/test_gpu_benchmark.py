@@ -26,7 +26,7 @@ def test_speed_page_shows_the_stored_result():
 def test_rows_of_the_gpu_benchmark_run_on_cpu_and_are_stored_as_they_are_measured(tmp_path, rows):
     path = tmp_path / "gpu.json"
     session = Session(torch.device("cpu"), 1, 3600.0, path, {}, command.about(torch.device("cpu")), tiny)
-    command.run_rows(session, ["b"], dict.fromkeys(rows, {"b"}), 0.1)
+    command.run_rows(session, ["b"], {row: {"b"} for row in rows}, 0.1)
     stored = json.loads(path.read_text())
     assert stored == session.result
     assert not [row["error"] for row in stored["rows"] if "error" in row]
