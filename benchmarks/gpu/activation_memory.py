@@ -112,7 +112,7 @@ def beats(first: dict[str, Any], second: dict[str, Any]) -> bool:
 def table(rows: list[dict[str, Any]]) -> str:
     """The rows as a Markdown table, relative to `none`, fastest first."""
     measured = sorted((row for row in rows if "error" not in row), key=lambda row: row["step_ms"])
-    none = next((row for row in measured if row["policy"] == "none"), measured[0])
+    none = next((row for row in measured if row["policy"] == "none"), {"step_ms": 0.0, "peak_gib": 0.0})
     lines = ["| saved for backward | ms per step | | peak GiB | | Pareto-optimal |", "|---|---|---|---|---|---|"]
     for row in measured:
         time, memory = (row[key] / none[key] - 1 if none[key] else 0.0 for key in ("step_ms", "peak_gib"))

@@ -20,7 +20,7 @@ backward:
 | weights under autocast | all matrices, e / t | none |
 
 A mixture of experts routes P tokens to `experts_active` experts each, uniformly. Instead of the feed-forward, a routed
-token saves 3 W e (4 W e with expert parallelism) and 4 F e, and every token saves the router's input and scores.
+token saves 2 W e (3 W e with expert parallelism) and 4 F e, and every token saves the router's input and scores.
 Megatron keeps what it all-gathers again in backward as local shards.
 
 | activation checkpointing | saved per block | in addition during backward |
@@ -294,7 +294,7 @@ def ffn_activations(model: Architecture, settings: ActivationSettings, moe: bool
     routed, shared_ffn = settings.residual_tokens * model.experts_active, model.experts_shared * model.expert_ffn
     if not settings.trainer.sequence_parallel and layout.tensor > 1:
         routed = routed / layout.tensor
-    copies = 4 if layout.expert > 1 else 3
+    copies = 3 if layout.expert > 1 else 2
     inner = routed * model.expert_ffn * e
     experts = routed * (copies * model.width * e + 16 + settings.reduction_bytes) + saved_per_inner * inner
     router = settings.residual_tokens * (
