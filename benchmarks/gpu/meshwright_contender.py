@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest.mock import patch
@@ -69,23 +70,26 @@ class MeshwrightLoop:
         observer: TrainingObserver | None = None,
         transformers: bool = False,
         heartbeat: Heartbeat | None = None,
+        process_group: AbstractContextManager[None] | None = None,
     ) -> None:
-        self.device, self.resources = device, ExitStack()
-        self.folder = Path(self.resources.enter_context(tempfile.TemporaryDirectory(prefix="meshwright-bench-")))
-        config = run_config(shape, device, write_token_file(shape, self.folder), settings)
-        user = NO_USER_CODE
-        if transformers:
-            user = UserCode(model=build_transformers_model(shape, device), source=TokenSamples(shape))
-        (run := self.folder / "run").mkdir()
-        job = make_job(config, RunFolder(run), user)
-        job = replace(job, observer=observer or job.observer)
-        self.config = job.config if user is NO_USER_CODE else None
-        with patch("meshwright.trainer.build.init_shard", init_on_device):
-            heartbeat = heartbeat or Heartbeat(self.folder / "heartbeat")
-            self.training = Training(job, World(device=device, heartbeat=heartbeat))
-        self.resources.callback(self.training.signals.close)
-        if transformers:  # the trainer trains a copy, and the user's own model need not be on the device
-            user.model.to_empty(device="meta")
+        with ExitStack() as resources:
+            resources.enter_context(process_group or nullcontext())
+            self.folder = Path(resources.enter_context(tempfile.TemporaryDirectory(prefix="meshwright-bench-")))
+            config = run_config(shape, device, write_token_file(shape, self.folder), settings)
+            user = NO_USER_CODE
+            if transformers:
+                user = UserCode(model=build_transformers_model(shape, device), source=TokenSamples(shape))
+            (run := self.folder / "run").mkdir()
+            job = make_job(config, RunFolder(run), user)
+            job = replace(job, observer=observer or job.observer)
+            with patch("meshwright.trainer.build.init_shard", init_on_device):
+                heartbeat = heartbeat or Heartbeat(self.folder / "heartbeat")
+                self.training = Training(job, World(device=device, heartbeat=heartbeat))
+            resources.callback(self.training.signals.close)
+            if transformers:  # the trainer trains a copy, and the user's own model need not be on the device
+                user.model.to_empty(device="meta")
+            self.device, self.resources = device, resources.pop_all()
+            self.config = job.config if user is NO_USER_CODE else None
 
     def step(self) -> None:
         """What the loop of `train_rank` does in every step."""
@@ -160,15 +164,17 @@ class WrappedLoop(MeshwrightLoop):
     """Meshwright with DDP, or with FSDP2, on a single rank, where the trainer would wrap nothing."""
 
     def __init__(self, shape: Shape, device: torch.device, shard: bool) -> None:
-        group = ExitStack()
-        group.enter_context(process_group_of_one(device))
         settings = ("layout.shard=parameters",) if shard else ()
-        with patch("meshwright.parallel.parallelize.wraps_data_parallel", lambda _layout: True), ExitStack() as stack:
+        with ExitStack() as patches:
+            patches.enter_context(patch("meshwright.parallel.parallelize.wraps_data_parallel", lambda _layout: True))
             if shard:
-                meshes = Meshes(init_mesh({"shard": 1}, device.type))
-                stack.enter_context(patch("meshwright.parallel.parallelize.build_meshes", lambda *_, **__: meshes))
-            super().__init__(shape, device, settings)
-        self.resources.push(group)
+                meshes = partial(mesh_of_one, device)
+                patches.enter_context(patch("meshwright.parallel.parallelize.build_meshes", meshes))
+            super().__init__(shape, device, settings, process_group=process_group_of_one(device))
+
+
+def mesh_of_one(device: torch.device, *_: object, **__: object) -> Meshes:
+    return Meshes(init_mesh({"shard": 1}, device.type))
 
 
 class UnobservedLoop(MeshwrightLoop):

@@ -7,6 +7,7 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -81,24 +82,21 @@ class Session:
         """Two contenders in turns: first, second, first, second."""
         # Meshwright by default is built first and stays; what is built last leaves first, as signal handlers require.
         order = sorted((row.first, row.second), key=lambda side: side.make is not None)
-        entrants = {side.title: self.enter(side, shape) for side in order}
-        first, second = entrants[row.first.title], entrants[row.second.title]
-        since = len(first.turns), len(second.turns)
-        steps = shape.steps
-        for _ in range(self.rounds):
-            for entrant in (first, second):
-                entrant.run_turn(steps)
-                free_memory(self.device)
-        ratio = ratios(first.turns[since[0] :], second.turns[since[1] :])
-        results = first.result(since[0]), second.result(since[1])
+        with ExitStack() as stack:
+            entrants = {side.title: self.enter(side, shape, stack) for side in order}
+            first, second = entrants[row.first.title], entrants[row.second.title]
+            since = len(first.turns), len(second.turns)
+            for _ in range(self.rounds):
+                for entrant in (first, second):
+                    entrant.run_turn(shape.steps)
+                    free_memory(self.device)
+            ratio = ratios(first.turns[since[0] :], second.turns[since[1] :])
+            results = first.result(since[0]), second.result(since[1])
         for result in results:
             result["utilization"] = utilization(result["tflops"], self.result.get("ceilings", {}))
         if row.by_utilization and results[1]["tflops"]:
             ratio = {"median": round(results[0]["tflops"] / results[1]["tflops"], 4)}
         memory = round(results[0]["peak_gib"] / results[1]["peak_gib"], 4) if results[1]["peak_gib"] else None
-        for side in reversed(order):
-            if side.make is not None:
-                entrants[side.title].leave()
         return {
             "first": {"title": row.first.title, **results[0]},
             "second": {"title": row.second.title, **results[1]},
@@ -116,12 +114,14 @@ class Session:
                     quantity = f"speed / {other['second']['title']}"
                     yield {"quantity": quantity, "target": f">= {bound:.4g}", "value": value, "met": value >= bound}
 
-    def enter(self, side: Side, shape: Shape) -> Entrant:
+    def enter(self, side: Side, shape: Shape, stack: ExitStack) -> Entrant:
+        """Builds a side, which leaves with the stack, or returns Meshwright by default."""
         shape = self.adapt(side.shape) if side.shape is not None else shape
         if side.make is not None:
-            return Entrant.enter(
-                partial(side.make, shape, self.device), self.device, shape.tokens, shape.flops_per_token
-            )
+            build = partial(side.make, shape, self.device)
+            entrant = Entrant.enter(build, self.device, shape.tokens, shape.flops_per_token)
+            stack.callback(entrant.leave)
+            return entrant
         if self.default is None or self.default[0] != shape:
             self.leave_default()
             build = partial(MeshwrightLoop, shape, self.device)

@@ -96,9 +96,13 @@ class Entrant:
         begin = time.perf_counter()
         try:
             contender = build()
-            for _ in range(WARMUP):
-                contender.step()
-            synchronize(device)
+            try:
+                for _ in range(WARMUP):
+                    contender.step()
+                synchronize(device)
+            except Exception:
+                contender.close()
+                raise
             state = GlobalState.capture()
         finally:
             default.restore()
