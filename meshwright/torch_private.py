@@ -59,6 +59,7 @@ cpu_flash_attention = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
 cpu_flash_attention_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
 varlen_flash_attention = torch.ops.aten._flash_attention_forward
 varlen_flash_attention_backward = torch.ops.aten._flash_attention_backward
+cudnn_attention_forward = torch.ops.aten._scaled_dot_product_cudnn_attention
 """The operators behind scaled_dot_product_attention, which also return the log-sum-exp of every query."""
 
 
@@ -75,6 +76,13 @@ def use_attention_backends(backends: list[SDPBackend]) -> list[SDPBackend]:
 def default_compile_cache() -> str:
     """The folder in which torch.compile keeps compiled code by default: a folder for temporary files."""
     return default_cache_dir()
+
+
+def split_graphs_at_buckets(split: bool) -> None:
+    """Decides whether torch.compile divides graphs inside of DDP where a gradient bucket is full, so that the bucket is
+    reduced during backward. Graphs of blocks end often enough, and buckets smaller than DDP's first one fail there.
+    """
+    torch._dynamo.config.optimize_ddp = split  # type: ignore[attr-defined]
 
 
 def set_recompile_limit(limit: int) -> None:

@@ -194,9 +194,9 @@ def test_second_ctrl_c_kills_the_ranks_and_their_data_loader_workers(tmp_path):
 
 
 INTERRUPTED = """
-from meshwright import train
+from meshwright import load_config, train
 settings = ["model.layers=1", "model.width=32", "model.ffn=32", "data.kind=synthetic", "data.sequence=16"]
-train(load_cpu_config(steps=100000, ranks=2, overrides=[*settings, "launch.device=cpu"]), run="run", quiet=True)
+train(load_config(steps=100000, ranks=2, overrides=[*settings, "launch.device=cpu"]), run="run", quiet=True)
 """
 
 

@@ -16,7 +16,12 @@ from meshwright.errors import ConfigError
 from meshwright.io import meshwright_home
 from meshwright.parallel.parallel_spec import ParallelSpec, find_blocks
 from meshwright.parallel.world import device_type
-from meshwright.torch_private import default_compile_cache, inductor_with_memory_budget, set_recompile_limit
+from meshwright.torch_private import (
+    default_compile_cache,
+    inductor_with_memory_budget,
+    set_recompile_limit,
+    split_graphs_at_buckets,
+)
 
 RECOMPILE_LIMIT = 32
 """Graphs per function, after which torch runs it eagerly: training and evaluation, each with a few kinds of blocks."""
@@ -31,6 +36,7 @@ def apply_compile(
     memory that a graph keeps for backward.
     """
     set_recompile_limit(RECOMPILE_LIMIT)
+    split_graphs_at_buckets(scope == "model")
     use_compile_cache()
     backend = "inductor" if memory_budget is None else inductor_with_memory_budget(memory_budget)
     for block in find_blocks(model, spec):

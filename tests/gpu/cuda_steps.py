@@ -9,9 +9,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from meshwright.config import load_config
+from meshwright.kernels.cudnn_attention import deterministic_attention
 from meshwright.launch.job import make_job
 from meshwright.launch.ranks import run_ranks
 from meshwright.launch.user_code.user_code import UserCode
@@ -94,7 +97,7 @@ def watch_steps(world: World, job: Job) -> list[str]:
     found: list[str] = []
 
     def record(message: Any, *_args: Any, **_kwargs: Any) -> None:
-        if "synchronizing" in str(message):
+        if "called a synchronizing" in str(message):
             stack = traceback.extract_stack()[:-1]
             found.append(" < ".join(f"{Path(f.filename).name}:{f.lineno} {f.name}" for f in reversed(stack[-12:])))
 
@@ -124,3 +127,31 @@ def trained_digest(case: str, *settings: str, faults: str = "") -> str:
     with tempfile.TemporaryDirectory() as folder, fault_environment(faults):
         job = job_of(case, Path(folder), "--precision.deterministic=true", *checkpoints, *settings, steps=10)
         return str(supervise_quietly(job).parameters_digest)
+
+
+def compare_attention(compiled: bool) -> tuple[list[float], bool]:
+    """The relative errors of cuDNN's deterministic attention and its gradients against torch's flash kernels, and
+    whether repetitions are bitwise equal.
+    """
+    [result] = run_ranks(attention_on_device, 1, compiled, launch=load_config(overrides=SMALL).launch, timeout=TIMEOUT)
+    return result  # type: ignore[no-any-return]
+
+
+def attention_on_device(world: World, compiled: bool) -> tuple[list[float], bool]:
+    torch.manual_seed(0)
+    q, k, v = (torch.randn(2, 512, n, 64, device=world.device, dtype=torch.bfloat16) for n in (8, 2, 2))
+    q, k, v = (tensor.transpose(1, 2).requires_grad_() for tensor in (q, k, v))
+    function = torch.compile(deterministic_attention, fullgraph=True) if compiled else deterministic_attention
+
+    def run(attend: Any) -> list[torch.Tensor]:
+        out = attend(q, k, v, 0.125)
+        return [out, *torch.autograd.grad(out.square().sum(), (q, k, v))]
+
+    def by_flash(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, scale: float) -> torch.Tensor:
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=scale, enable_gqa=True)
+
+    found, expected = run(function), run(by_flash)
+    errors = [float((a - b).float().norm() / b.float().norm()) for a, b in zip(found, expected, strict=True)]
+    repeats = all(torch.equal(a, b) for _ in range(5) for a, b in zip(found, run(function), strict=True))
+    return errors, repeats

@@ -6,6 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from meshwright.kernels.cudnn_attention import deterministic_attention, supports
 from meshwright.models.layers.chunked_attention import attention, chunk_scores
 
 
@@ -34,6 +35,8 @@ class CoreAttention(nn.Module):
         if documents is None and window is None and self.cap is None and queries in (1, keys):
             grouped_query = q.shape[1] != k.shape[1]
             is_causal = queries > 1
+            if is_causal and supports(q, k, v):
+                return deterministic_attention(q, k, v, q.shape[-1] ** -0.5 if self.scale is None else self.scale)
             return F.scaled_dot_product_attention(
                 q, k, v, is_causal=is_causal, scale=self.scale, enable_gqa=grouped_query
             )

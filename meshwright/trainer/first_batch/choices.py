@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from meshwright.data.loader import MicroBatch
+from meshwright.kernels.cudnn_attention import has_cudnn_frontend, use_cudnn_backward
 from meshwright.parallel.compile import compile_whole
 from meshwright.parallel.parallel_model import unchanged_buffers
 from meshwright.parallel.world import World
@@ -95,7 +96,8 @@ def make_choices(job: Job, step: Step, identity: dict[str, Any], first: Callable
     on_cuda, times = step.world.device.type == "cuda", dict[str, dict[str, float | None]]()
     is_open = {"attention": settings.kernels.attention is None, "scope": settings.compile.scope is None}
     # A measurement may choose otherwise in the next run, so that a deterministic run chooses by rule.
-    measures = on_cuda and not torch.are_deterministic_algorithms_enabled()
+    deterministic = on_cuda and torch.are_deterministic_algorithms_enabled()
+    measures = on_cuda and not deterministic
     to_measure = {key for key, open_ in is_open.items() if measures and open_ and key not in recorded}
     inputs = step.load_first(first) if to_measure else None
 
@@ -103,6 +105,9 @@ def make_choices(job: Job, step: Step, identity: dict[str, Any], first: Callable
     if "attention" in to_measure and inputs is not None:
         times["attention"] = slowest_ranks(step.world, time_attention(step, inputs))
         attention = fastest(times["attention"])
+    if deterministic:
+        attention = attention or ("cudnn" if has_cudnn_frontend() else "flash")
+    use_cudnn_backward(deterministic and attention == "cudnn")
     if attention is not None:
         use_attention_backends([BACKENDS[attention], *BACKENDS.values()])
 
