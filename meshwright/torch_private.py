@@ -82,7 +82,7 @@ def split_graphs_at_buckets(split: bool) -> None:
     """Decides whether torch.compile divides graphs inside of DDP where a gradient bucket is full, so that the bucket is
     reduced during backward. Graphs of blocks end often enough, and buckets smaller than DDP's first one fail there.
     """
-    torch._dynamo.config.optimize_ddp = split  # type: ignore[attr-defined]
+    torch._dynamo.config.optimize_ddp = split
 
 
 def set_recompile_limit(limit: int) -> None:

@@ -194,7 +194,8 @@ def test_second_ctrl_c_kills_the_ranks_and_their_data_loader_workers(tmp_path):
 
 
 INTERRUPTED = """
-from meshwright import load_config, train
+from meshwright import train
+from meshwright.config import load_config
 settings = ["model.layers=1", "model.width=32", "model.ffn=32", "data.kind=synthetic", "data.sequence=16"]
 train(load_config(steps=100000, ranks=2, overrides=[*settings, "launch.device=cpu"]), run="run", quiet=True)
 """
