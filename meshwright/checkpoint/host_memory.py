@@ -11,6 +11,8 @@ from contextlib import contextmanager, suppress
 import torch
 from torch import Tensor
 
+from meshwright.errors import CheckpointError
+
 TOUCH_BYTES = 1 << 28
 """Bytes whose pages one thread allocates at a time."""
 TOUCH_THREADS = 8
@@ -28,9 +30,7 @@ class HostMemory:
         self.bytes = torch.frombuffer(mapping, dtype=torch.uint8)
         self.locked: Future[None] | None = None
         if device is not None:
-            with suppress(
-                AttributeError, OSError
-            ):  # huge pages, where there are any, are locked in a tenth of the time
+            with suppress(AttributeError, OSError):  # not every system has huge pages, which take a tenth of the time
                 mapping.madvise(mmap.MADV_HUGEPAGE)
             thread = ThreadPoolExecutor(1, thread_name_prefix="host-memory")
             self.locked = thread.submit(lock_pages, self.bytes, device)
@@ -51,8 +51,13 @@ def lock_pages(memory: Tensor, device: torch.device) -> None:
     with ThreadPoolExecutor(TOUCH_THREADS) as threads:
         list(threads.map(Tensor.zero_, memory.split(TOUCH_BYTES)))
     torch.cuda.set_device(device)
-    error = torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, PORTABLE)
-    torch.cuda.check_error(int(error))
+    error = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, PORTABLE))
+    if error:
+        raise CheckpointError(
+            f"{memory.nbytes:,} bytes of host memory, into which checkpoints are staged, cannot be locked: CUDA error "
+            f"{error}",
+            'try a host with more memory, or checkpoint.mode = "off"',
+        )
 
 
 def unlock_pages(memory: Tensor, locked: Future[None]) -> None:
