@@ -7,7 +7,7 @@ import math
 import torch
 import torch.nn.functional as F
 from seeded_faults import after_init, map_result, wrap
-from user_faults import EXPERTS, FORMULA, MODEL, ONE_RANK, user_fault
+from user_faults import EXPERTS, FORMULA, INCOMPLETE, MODEL, ONE_RANK, user_fault
 
 from meshwright.kernels import cross_entropy
 from meshwright.models import init
@@ -252,12 +252,12 @@ def loss_has_a_z_loss(patch):
     map_result(patch, HeadLoss, "forward", wrong)
 
 
-@user_fault(FUSED, "gradient of", FORMULA)
+@user_fault(FUSED, "gradient of", INCOMPLETE)
 def gradients_of_the_fused_loss_are_not_those_of_the_mean(patch):
     patch.setattr(cross_entropy, "scale", lambda tensor, _factor, dtype: tensor.to(dtype))
 
 
-@user_fault(FUSED, "gradient of", FORMULA)
+@user_fault(FUSED, "gradient of", INCOMPLETE)
 def fused_loss_has_the_weight_gradient_of_its_last_chunk(patch):
     patch.setattr(cross_entropy, "default_chunk", lambda *_shapes: 7)
     wrap(patch, cross_entropy, "add_product", lambda right, *matrices, first: right(*matrices, first=True))
