@@ -18,6 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Placement, Replicate, Shard, distribute_tensor
 
 from meshwright.errors import ConfigError
+from meshwright.models.layers.expert_rows import row_order
 from meshwright.models.layers.expert_weights import ExpertMatrices, ExpertWeights
 from meshwright.models.layers.experts import ExpertDispatch, Experts, SequenceCounts
 from meshwright.parallel.all_to_all import all_to_all
@@ -104,11 +105,9 @@ class DispatchedExperts:
         active, width = chosen.shape[-1], hidden.shape[-1]
         order = chosen.flatten().argsort(stable=True)
         counts = (chosen.reshape(-1, 1) == torch.arange(self.count, device=chosen.device)).sum(dim=0)
-        rows = hidden.reshape(-1, 1, width).expand(-1, active, -1).reshape(-1, width)
-        outputs = self.dispatch(partial(self.compute, weights.dtype), rows.index_select(0, order), counts)
-        by_token = outputs.new_zeros(rows.shape).index_copy(0, order, outputs).view(-1, active, width)
-        out: Tensor = (by_token * weights.reshape(-1, active, 1)).sum(dim=1)
-        return out.to(hidden.dtype).view(hidden.shape)
+        rows = row_order(order, chosen.numel() // active, active)
+        outputs = self.dispatch(partial(self.compute, weights.dtype), rows.gather(hidden.reshape(-1, width)), counts)
+        return rows.combine(outputs, weights.reshape(-1, active)).to(hidden.dtype).view(hidden.shape)
 
     def compute(self, dtype: torch.dtype, rows: Tensor, counts: Tensor) -> Tensor:
         """The outputs of this rank's experts for rows that are sorted by expert."""
