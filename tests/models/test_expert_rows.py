@@ -1,4 +1,4 @@
-"""Rows of tokens sorted by expert: values and gradients equal those of plain indexing, also where choices have no row."""
+"""Rows of tokens sorted by expert: values and gradients equal those of indexing, also where choices have no row."""
 
 from __future__ import annotations
 
