@@ -358,6 +358,14 @@ def _(model: Architecture, settings: ActivationSettings) -> HeadActivations:
     if settings.autocast:
         saved += model.vocab * model.width / settings.layout.tensor * settings.compute_bytes
     logits = settings.tokens * model.vocab / settings.layout.tensor
+    if settings.trainer.loss_chunk_bytes:
+        # Forward computes the gradients of the hidden states, in place of what it would save, and of the weight.
+        hidden = settings.tokens * model.width * settings.compute_bytes
+        weight = model.vocab * model.width / settings.layout.tensor
+        chunk = min(settings.trainer.loss_chunk_bytes, logits * settings.compute_bytes)
+        saved = residual + norm_activations(model, settings) + hidden
+        gradient, scaled = weight * settings.reduction_bytes, weight * settings.compute_bytes
+        return HeadActivations(saved, gradient, chunk + hidden, scaled, 0, 2 * residual)
     if settings.trainer.logit_bytes:
         peak = settings.trainer.logit_bytes * logits
         return HeadActivations(saved, 0, peak, peak, settings.compute_bytes * logits, 0)

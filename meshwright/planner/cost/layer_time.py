@@ -279,6 +279,8 @@ def optimizer_time(job: PlannedJob, parameters: float) -> float:
     trainer = job.trainer
     moved_bytes = 2 * (job.optimizer_bytes + trainer.parameter_bytes)
     moved_bytes = moved_bytes + trainer.compute_copy_bytes + 4 * trainer.gradient_bytes
+    if trainer.master_bytes:  # one kernel clips, updates the master weights and writes the weights
+        moved_bytes = 2 * job.optimizer_bytes + trainer.parameter_bytes + 2 * trainer.gradient_bytes
     offload = job.run_config is not None and job.run_config.optimizer.cpu_offload
     elementwise = moved_bytes * parameters / rate.bandwidth + (OFFLOAD_SECONDS * parameters if offload else 0.0)
     return elementwise + muon_time(job)

@@ -53,7 +53,10 @@ def activation_settings(job: PlannedJob) -> ActivationSettings:
         has_documents=job.run_config is not None
         and isinstance(job.model, Architecture)
         and job.run_config.model.separator is not None,
-        autocast=job.trainer.torch_native and job.precision in ("bf16", "fp16") and not data_sharding(job)[0],
+        autocast=job.trainer.torch_native
+        and not job.trainer.master_bytes
+        and job.precision in ("bf16", "fp16")
+        and not data_sharding(job)[0],
     )
 
 

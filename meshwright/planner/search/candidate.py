@@ -10,9 +10,9 @@ from meshwright.config.device_defaults import with_device_defaults
 from meshwright.errors import ConfigError
 from meshwright.models.registry import validate_family
 from meshwright.planner.hardware.cluster import Cluster
+from meshwright.planner.workload.own_trainer import own_trainer
 from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.planner.workload.traced_model import TracedModel
-from meshwright.planner.workload.trainer_profiles import MESHWRIGHT, MESHWRIGHT_COMPILED
 from meshwright.planner.workload.workload import Workload
 from meshwright.topology import schedules
 from meshwright.topology.layout import Layout
@@ -53,16 +53,15 @@ class Candidate:
 def candidate_job(work: Workload, cluster: Cluster, candidate: Candidate) -> PlannedJob:
     """Returns the job without a run configuration, whose exact formulas take longer; see `exact_job`."""
     replicas = candidate.layout.data_degree
-    base, own_model = work.base_config, traced_model(work) is not None
-    compiled = (
-        base is not None
-        and with_device_defaults(candidate_config(base, candidate), cluster.device_type, own_model).compile.enabled
-    )
+    batch = Batch(work.global_batch, candidate.micro, replicas, work.global_batch // replicas // candidate.micro)
+    # A workload that cannot be trained here is planned with the defaults of the device.
+    config = candidate_config(work.base_config or RunConfig(), candidate)
+    config = with_device_defaults(config, cluster.device_type, traced_model(work) is not None)
     return PlannedJob(
         work.model,
         cluster,
         candidate.layout,
-        Batch(work.global_batch, candidate.micro, replicas, work.global_batch // replicas // candidate.micro),
+        batch,
         work.sequence,
         candidate.sharding,
         work.precision,
@@ -71,7 +70,7 @@ def candidate_job(work: Workload, cluster: Cluster, candidate: Candidate) -> Pla
         candidate.schedule,
         candidate.stages_per_rank,
         candidate.context_method,
-        MESHWRIGHT_COMPILED if compiled else MESHWRIGHT,
+        own_trainer(config, candidate.layout, batch.accumulation),
     )
 
 

@@ -9,7 +9,7 @@ from meshwright.planner.cost.step_time import estimate_step
 from meshwright.planner.hardware.cluster import Cluster
 from meshwright.planner.search.candidate import Candidate, candidate_job, validation_error
 from meshwright.planner.workload.optimizer_bytes import optimizer_bytes, trainable_fraction
-from meshwright.planner.workload.trainer_profiles import MESHWRIGHT
+from meshwright.planner.workload.trainer_profile import TrainerProfile
 from meshwright.planner.workload.workload import Workload
 
 
@@ -48,7 +48,10 @@ class CostCache:
     def fits(self, candidate: Candidate) -> bool:
         """Whether the candidate fits into device memory; peak memory is estimated only if the model state fits."""
         capacity = self.cluster.device.memory
-        return min_state_bytes(self.work, candidate) <= capacity and self.peak_memory(candidate).total <= capacity
+        trainer = candidate_job(self.work, self.cluster, candidate).trainer
+        return (
+            min_state_bytes(self.work, candidate, trainer) <= capacity and self.peak_memory(candidate).total <= capacity
+        )
 
     def optimistic_estimate(self, candidate: Candidate) -> Estimate:
         """The step time as if memory were unlimited."""
@@ -71,9 +74,9 @@ class CostCache:
         return self._unsupported[candidate]
 
 
-def min_state_bytes(work: Workload, candidate: Candidate) -> float:
+def min_state_bytes(work: Workload, candidate: Candidate, profile: TrainerProfile) -> float:
     """Returns a lower bound of a rank's parameters, gradients and optimizer state: everything divides evenly."""
-    model, layout, profile = work.model, candidate.layout, MESHWRIGHT
+    model, layout = work.model, candidate.layout
     expert_parameters = model.all_expert_parameters
     dense_parameters = model.parameters - expert_parameters
     parameters = (dense_parameters + expert_parameters / layout.expert) / layout.tensor / layout.pipeline

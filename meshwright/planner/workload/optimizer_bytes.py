@@ -21,23 +21,34 @@ columns, so that more shards have more state in all.
 
 
 def optimizer_bytes(trainer: TrainerProfile, config: RunConfig | None, model: object) -> float:
-    """Mean bytes of optimizer state per parameter of a Meshwright run in float32; another trainer's are in its profile.
-    `model` is a traced model, or that of the config.
+    """Mean bytes of optimizer state and master weights per parameter of a Meshwright run in float32; another trainer's
+    are in its profile. `model` is a traced model, or that of the config.
     """
     if config is None:
-        return trainer.optimizer_bytes
+        return trainer.optimizer_bytes + trainer.master_bytes
+    masters = trainer.master_bytes * trainable_fraction(config, model) if trainer.master_bytes else 0.0
     if isinstance(model, TracedModel):
-        return mean_bytes(config.optimizer, model.spec.parameters)
-    return mean_bytes_of_family(config.optimizer, config.model, config.lora)
+        return mean_bytes(config.optimizer, model.spec.parameters) + masters
+    return mean_bytes_of_family(config.optimizer, config.model, config.lora) + masters
 
 
 def trainable_fraction(config: RunConfig | None, model: object) -> float:
     """The part of the parameters that has gradients: less than 1 under low-rank adaptation and with frozen groups."""
     if config is None:
         return 1.0
-    spec = model.spec if isinstance(model, TracedModel) else frozen_spec(config.model, config.lora, config.optimizer)
-    trainable = sum(parameter.local_numel() for parameter in spec.parameters if parameter.trainable)
-    return trainable / sum(parameter.local_numel() for parameter in spec.parameters)
+    if isinstance(model, TracedModel):
+        return trainable_part(model.spec.parameters)
+    return trainable_fraction_of_family(config.optimizer, config.model, config.lora)
+
+
+@lru_cache(maxsize=64)
+def trainable_fraction_of_family(config: OptimizerConfig, model: ModelConfig, lora: LoraConfig) -> float:
+    return trainable_part(frozen_spec(model, lora, config).parameters)
+
+
+def trainable_part(parameters: Sequence[ParameterSpec]) -> float:
+    trainable = sum(parameter.local_numel() for parameter in parameters if parameter.trainable)
+    return trainable / sum(parameter.local_numel() for parameter in parameters)
 
 
 def factored_state_bytes(

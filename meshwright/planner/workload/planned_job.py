@@ -11,9 +11,10 @@ from meshwright.models.architecture import Architecture
 from meshwright.models.registry import model_architecture
 from meshwright.planner.hardware.cluster import Cluster
 from meshwright.planner.workload.optimizer_bytes import optimizer_bytes
+from meshwright.planner.workload.own_trainer import own_trainer
 from meshwright.planner.workload.traced_model import TracedModel
 from meshwright.planner.workload.trainer_profile import TrainerProfile
-from meshwright.planner.workload.trainer_profiles import MESHWRIGHT, MESHWRIGHT_COMPILED
+from meshwright.planner.workload.trainer_profiles import MESHWRIGHT
 from meshwright.topology.layout import Layout, stages_per_rank
 from meshwright.topology.schedules import find_schedule
 
@@ -61,11 +62,12 @@ class PlannedJob:
         """Returns the job of a Meshwright run on a cluster; `traced` is a model that replaces that of the config."""
         config = with_device_defaults(config, cluster.device_type, traced is not None)
         layout = Layout.from_config(config.layout)
+        batch = derive_batch(config.batch, layout.data_degree)
         return cls(
             traced or model_architecture(config.model, name or config.preset),
             cluster,
             layout,
-            derive_batch(config.batch, layout.data_degree),
+            batch,
             traced.sequence if traced else config.data.sequence,
             config.layout.shard,
             config.precision.compute,
@@ -74,7 +76,7 @@ class PlannedJob:
             config.pipeline.schedule,
             stages_per_rank(config),
             config.context.method,
-            MESHWRIGHT_COMPILED if config.compile.enabled else MESHWRIGHT,
+            own_trainer(config, layout, batch.accumulation),
             config,
         )
 

@@ -65,10 +65,16 @@ class TrainerProfile:
     """bytes per parameter of a second, unsharded gradient in which micro-batches are accumulated"""
     optimizer_bytes: float = 8
     """bytes of optimizer state per parameter, with master weights if they are not the stored parameters"""
+    master_bytes: float = 0
+    """bytes per parameter of master weights that come on top of `optimizer_bytes`: those of a Meshwright run whose
+    weights are in the compute precision"""
     residual_bytes: float = 4
     """bytes per element of the residual stream between blocks; 0 for the compute precision"""
     logit_bytes: float = 0
     """bytes per logit at the peak of the loss; 0 for eager cross-entropy in float32"""
+    loss_chunk_bytes: float = 0
+    """bytes of the logits of one chunk of tokens, if the loss computes its gradients chunk by chunk in forward; 0 if it
+    does not"""
     bucket_bytes: float = 0
     """bytes of the buffers in which gradients and parameters are communicated"""
     communicator_bytes: float = 0

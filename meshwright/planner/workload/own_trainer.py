@@ -1,0 +1,26 @@
+"""The profile of Meshwright's own trainer, from the settings of a run that change its memory and its speed."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from meshwright.config import RunConfig
+from meshwright.planner.workload.trainer_profile import TrainerProfile
+from meshwright.planner.workload.trainer_profiles import FUSED_LOSS, MESHWRIGHT, MESHWRIGHT_COMPILED
+from meshwright.topology.layout import Layout
+from meshwright.topology.parameter_shards import uses_fsdp
+
+
+def own_trainer(config: RunConfig, layout: Layout, micro_steps: int) -> TrainerProfile:
+    """Returns the profile of a run whose settings have their values for the device (`with_device_defaults`)."""
+    fields: dict[str, Any] = {}
+    if config.precision.weights == "bf16":
+        # Gradients have the dtype of the weights unless they are summed over micro-batches, or over ranks by FSDP2.
+        gradient_bytes = 4 if uses_fsdp(layout) or micro_steps > 1 else 2
+        fields |= {"parameter_bytes": 2, "master_bytes": 4, "gradient_bytes": gradient_bytes, "recast_traffic_bytes": 0}
+    if config.precision.residual == "bf16":
+        fields |= {"residual_bytes": 0, "stage_output_bytes": 2}
+    if config.kernels.loss == "fused":
+        fields |= FUSED_LOSS
+    return replace(MESHWRIGHT_COMPILED if config.compile.enabled else MESHWRIGHT, **fields)
