@@ -63,14 +63,17 @@ cudnn_attention_forward = torch.ops.aten._scaled_dot_product_cudnn_attention
 """The operators behind scaled_dot_product_attention, which also return the log-sum-exp of every query."""
 
 
-def use_attention_backends(backends: list[SDPBackend]) -> list[SDPBackend]:
-    """Sets the order in which scaled_dot_product_attention tries its backends in this process, and returns the order
-    before. The cache of compiled code does not know the order, so it gets a key of its own.
+def attention_backends() -> list[SDPBackend]:
+    """The order in which scaled_dot_product_attention tries its backends in this process."""
+    return _cur_sdpa_kernel_backends(with_priority=True)  # type: ignore[no-any-return]
+
+
+def use_attention_backends(backends: list[SDPBackend]) -> None:
+    """Sets the order in which scaled_dot_product_attention tries its backends in this process. The cache of compiled
+    code does not know the order, so it gets a key of its own.
     """
-    before: list[SDPBackend] = _cur_sdpa_kernel_backends(with_priority=True)
     _sdpa_kernel(list(dict.fromkeys(backends)), set_priority=True)
     torch.compiler.config.cache_key_tag = f"attention {' '.join(backend.name for backend in backends)}"
-    return before
 
 
 def default_compile_cache() -> str:

@@ -39,6 +39,8 @@ class AttemptHistory:
     start: Event = field(default_factory=dict)
     """the start record of rank 0; empty if there is none"""
     restored: Event | None = None
+    choices: str = ""
+    """what rank 0 uses of what it has measured at its start, in one line"""
     end: Event | None = None
     """the end record of rank 0"""
     steps_recorded: tuple[int, int] | None = None
@@ -113,6 +115,8 @@ class AttemptHistory:
                 self.command_ended = event["time"]
             case "restored":
                 self.restored = event
+            case "choices":
+                self.choices = event["summary"] or ""
             case "end":
                 self.end = event
 

@@ -37,6 +37,7 @@ from meshwright.telemetry.events import Event
 from meshwright.telemetry.heartbeat import Heartbeat
 from meshwright.telemetry.run_folder import RunFolder
 from meshwright.topology.unsupported import validate
+from meshwright.torch_private import attention_backends, use_attention_backends
 from meshwright.trainer.callbacks.configured import run_callbacks
 from meshwright.trainer.identity import code_fingerprint
 from meshwright.trainer.job import Job
@@ -114,6 +115,7 @@ def run_in_this_process(
     world = join_process_group(rendezvous, job.config.launch, collect_facts(job))
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     deterministic, threads = torch.are_deterministic_algorithms_enabled(), torch.get_num_threads()
+    attention = attention_backends()
     try:
         restarts = int(torchrun_restart_count())
         lease = acquire_lease_or_error(job.folder, fresh, restarts) if world.rank == 0 else None
@@ -132,6 +134,7 @@ def run_in_this_process(
             signal.signal(number, handler)
         torch.use_deterministic_algorithms(deterministic)
         torch.set_num_threads(threads)
+        use_attention_backends(attention)
 
 
 def check_world_size(job: Job, world_size: int, environment: Mapping[str, str] = os.environ) -> None:

@@ -13,7 +13,7 @@ from torch._dynamo.utils import counters
 from meshwright.parallel.compile import CACHE_VARIABLE, use_compile_cache
 from meshwright.parallel.world import World
 from meshwright.topology.layout import Layout
-from meshwright.torch_private import default_compile_cache, use_attention_backends
+from meshwright.torch_private import attention_backends, default_compile_cache, use_attention_backends
 from meshwright.trainer.build import build_parallel_decoder
 from meshwright.trainer.first_batch.attention_calls import BACKENDS
 from meshwright.trainer.precision import Precision
@@ -85,7 +85,8 @@ def test_folder_of_compiled_code_that_is_set_is_kept(home, monkeypatch, tmp_path
 
 def test_order_of_attention_backends_is_part_of_the_key_of_compiled_code(monkeypatch):
     monkeypatch.setattr(torch.compiler.config, "cache_key_tag", "")
-    before = use_attention_backends([BACKENDS["math"], *BACKENDS.values()])
+    before = attention_backends()
+    use_attention_backends([BACKENDS["math"], *BACKENDS.values()])
     try:
         math = torch.compiler.config.cache_key_tag
         use_attention_backends([BACKENDS["cudnn"], *BACKENDS.values()])

@@ -52,4 +52,6 @@ def versions_section(history: RunHistory, start: Mapping[str, Any]) -> Section:
         if attempt.start and text(attempt.start.get(name)) not in ("", text(start.get(name)))
     }
     notes = [f"earlier attempts ran with {name} {version}" for name, version in sorted(changed)[:8]]
+    if chosen := next((attempt.choices for attempt in reversed(history.attempts) if attempt.choices), ""):
+        notes.insert(0, f"measured at the start: {shown(chosen)}")
     return Section("Versions", tables=[Table(("", ""), rows, (0, 1))], notes=notes)
