@@ -113,11 +113,13 @@ def recorded_collectives() -> list[dict[str, Any]]:
     return sorted(entries, key=lambda entry: entry["time_created_ns"])
 
 
-def fix_compiled_kernels() -> None:
-    """Makes TorchInductor choose kernels by rules alone: by default it times variants that sum in different orders."""
-    os.environ["TORCHINDUCTOR_DETERMINISTIC"] = "1"  # read when TorchInductor is imported
+def fix_compiled_kernels(fixed: bool) -> None:
+    """Decides whether TorchInductor chooses kernels by rules alone. By default it times variants that sum in different
+    orders.
+    """
+    os.environ["TORCHINDUCTOR_DETERMINISTIC"] = str(int(fixed))  # read when TorchInductor is imported
     if (config := sys.modules.get("torch._inductor.config")) is not None:
-        config.deterministic = True  # type: ignore[attr-defined]
+        config.deterministic = fixed  # type: ignore[attr-defined]
 
 
 _wrapped_waits: list[Callable[..., Any]] = []

@@ -75,7 +75,7 @@ def set_determinism(config: PrecisionConfig, threads: int, device: torch.device)
     deterministic = device.type == "cpu" if config.deterministic is None else config.deterministic
     if deterministic and device.type == "cuda":
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
-        fix_compiled_kernels()
+    fix_compiled_kernels(deterministic and device.type == "cuda")
     torch.set_num_threads(threads)
     # With warn_only, attention would run its kernels that are not deterministic.
     torch.use_deterministic_algorithms(deterministic)
