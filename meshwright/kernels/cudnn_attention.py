@@ -35,7 +35,7 @@ def use_cudnn_backward(in_use: bool) -> None:
     if in_use and not has_cudnn_frontend():
         raise ConfigError(
             "kernels.attention = cudnn with precision.deterministic = true needs the package nvidia-cudnn-frontend",
-            "try to install it, or set kernels.attention = flash for a new run",
+            "try pip install 'meshwright[deterministic]', or set kernels.attention = flash for a new run",
         )
     _in_use = in_use
 

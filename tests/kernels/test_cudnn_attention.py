@@ -29,7 +29,7 @@ def heads(count: int, size: int = 16) -> torch.Tensor:
 
 def test_without_the_package_a_run_that_needs_it_is_refused(monkeypatch):
     monkeypatch.setattr(cudnn_attention, "has_cudnn_frontend", lambda: False)
-    with pytest.raises(ConfigError, match=r"needs the package nvidia-cudnn-frontend; try to install it"):
+    with pytest.raises(ConfigError, match=r"needs the package nvidia-cudnn-frontend; try pip install"):
         use_cudnn_backward(True)
 
 
