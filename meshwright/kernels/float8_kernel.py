@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-AMAX_TILE: dict[str, Any] = {"ROWS": 128, "COLUMNS": 64, "TILES": 4}
+AMAX_TILE: dict[str, Any] = {"ROWS": 64, "COLUMNS": 64, "TILES": 8, "num_warps": 2}
 """One program reads this many tiles, one below the other, before it writes the largest magnitudes of its columns."""
 CAST_TILE: dict[str, Any] = {"ROWS": 64, "COLUMNS": 128}
 

@@ -50,14 +50,17 @@ def linear(module: nn.Module, x: Tensor, weight: Tensor) -> Tensor:
 
 
 def apply_float8(model: nn.Module, spec: ParallelSpec, tensor_degree: int) -> None:
-    """Computes the linear layers of all blocks in float8, except for routers, layers with low-rank factors or other
-    subclasses, and layers of which a dimension of a shard is not a multiple of 16.
+    for module in find_linear_layers(model, spec, tensor_degree):
+        module.__class__ = Float8Linear
+
+
+def find_linear_layers(model: nn.Module, spec: ParallelSpec, tensor_degree: int) -> list[nn.Linear]:
+    """The linear layers of all blocks, except for routers, layers with low-rank factors or other subclasses, and layers
+    of which a dimension of a shard is not a multiple of 16.
     """
     routers = {id(child) for module in modules_with_experts(model, spec) for child in module.children()}
-    for block in find_blocks(model, spec):
-        for module in block.modules():
-            if type(module) is nn.Linear and id(module) not in routers and fits(module, tensor_degree):
-                module.__class__ = Float8Linear
+    modules = (module for block in find_blocks(model, spec) for module in block.modules())
+    return [m for m in modules if type(m) is nn.Linear and id(m) not in routers and fits(m, tensor_degree)]
 
 
 def fits(module: nn.Linear, tensor_degree: int) -> bool:

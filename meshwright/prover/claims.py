@@ -57,6 +57,7 @@ def describe_settings(config: RunConfig) -> str:
         segment = config.activation_checkpoint.segment
         blocks = f" in segments of {segment} blocks" if segment > 1 else ""
         settings.append(f"activation checkpointing {config.activation_checkpoint.mode}{blocks}")
+    settings += ["float8"] if config.precision.float8 else []
     settings += ["compiled"] if config.compile.enabled else []
     settings += ["optimizer state on CPU"] if config.optimizer.cpu_offload else []
     return f" ({', '.join(settings)})" if settings else ""

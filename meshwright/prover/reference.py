@@ -32,7 +32,7 @@ from meshwright.topology.parameter_shards import uses_fsdp
 
 NOISE_SEEDS = 3
 """How often the rounding noise of a low precision is measured; float64 needs one measurement."""
-JITTER = {"fp64": 2.0**-53, "fp32": 2.0**-24, "bf16": 2.0**-12, "fp16": 2.0**-15}
+JITTER = {"fp64": 2.0**-53, "fp32": 2.0**-24, "bf16": 2.0**-12, "fp16": 2.0**-15, "fp8": 2.0**-7}
 """Relative change of the parameters that makes one measurement round differently from another; it is far below the
 rounding of the precision."""
 
@@ -75,7 +75,7 @@ class ReferenceTask:
     @property
     def noise_precision(self) -> str:
         """The lowest precision that the run computes in."""
-        return self.config.precision.compute
+        return "fp8" if self.config.precision.float8 else self.config.precision.compute
 
     def train(self, config: RunConfig | None = None, steps: range | None = None, **options: Any) -> Trace:
         source = ConcatenatedSource(self.sources)

@@ -245,7 +245,7 @@ def check_relations_of_config(config: RunConfig) -> Iterator[Claim]:
     """
     small = shrink(config, LayoutConfig(replicate=1))
     small = replace(small, model=replace(small.model, capacity_factor=0.0))
-    float64 = replace(small.precision, compute="fp64")
+    float64 = replace(small.precision, compute="fp64", float8=False)
     yield from relations_on(World(), replace(small, precision=float64))
     if cuda_devices(config.launch):  # by a rank: CUDA does not survive the fork of later ranks
         yield from run_ranks(relations_on, 1, small, launch=config.launch)[0]

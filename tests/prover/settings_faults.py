@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 from traced_cases import AS_CONFIGURED, FLOAT64, VARIATION
 from user_faults import EXPERTS, ONE_RANK, REPLICATE, SHARD_PARAMETERS, UPDATE, user_fault
 
+from meshwright.kernels import float8
 from meshwright.models.layers.experts import Router
 from meshwright.optim import build
 from meshwright.optim.interface import Optimizer
@@ -24,6 +25,7 @@ from meshwright.trainer.precision import LossScale
 
 FP16 = (*ONE_RANK, "--precision.compute=fp16", "--optimizer.clip=0.5")
 BF16 = (*ONE_RANK, "--precision.compute=bf16")
+FLOAT8 = (*BF16, "--precision.float8=true", "--model.width=32", "--model.ffn=64")
 BF16_EXPERTS = (*EXPERTS, "--precision.compute=bf16")
 NO_CLIP = (*ONE_RANK, "--optimizer.clip=0", "--optimizer.eps=1e-3")
 FOREACH = (*ONE_RANK, "--optimizer.implementation=foreach")
@@ -95,6 +97,15 @@ def bf16_backward_lacks_one_micro_batch(patch):
         return right(self, micro_batches, hooks)
 
     wrap(patch, ParallelModel, "forward_backward", wrong)
+
+
+@user_fault(FLOAT8, "gradient of", runs=(AS_CONFIGURED,))
+def float8_columns_have_the_scale_of_their_neighbour(patch):
+    def wrong(right, x):
+        rows, columns = right(x)
+        return rows, float8.Float8(columns.values, columns.scale.roll(1, 0))
+
+    wrap(patch, float8, "to_float8_both", wrong)
 
 
 @user_fault(BF16, "update of", "the parameters are rounded to bfloat16", runs=(AS_CONFIGURED,))

@@ -65,6 +65,7 @@ FOUR = ("--layout.replicate=4", "--layout.shard=parameters", "--batch.global=16"
 TENSOR = (*ONE_REPLICA, "--layout.tensor=2")
 LAYERS = "--model.layers=3"
 HYBRID = ("--layout.shard_degree=2", "--batch.global=8")
+FLOAT8 = ("--precision.compute=bf16", "--precision.float8=true", "--model.width=32", "--model.ffn=64")
 
 COVERING = {  # in addition to the runs without a fault of test_seeded_faults.py
     "shard optimizer, tied weights": ((*SHARD_OPTIMIZER, *TIED), FLOAT64),
@@ -95,6 +96,8 @@ COVERING = {  # in addition to the runs without a fault of test_seeded_faults.py
     ),
     "static graph": ((*REPLICATE, "--batch.micro=6", "--ddp.static_graph=true"), FLOAT64),
     "bf16": ((*SHARD_PARAMETERS, "--precision.compute=bf16"), AS_CONFIGURED),
+    "float8, shard": ((*SHARD_PARAMETERS, *FLOAT8), AS_CONFIGURED),
+    "float8, tensor": ((*TENSOR, *FLOAT8), AS_CONFIGURED),
     "fp16": ((*REPLICATE, "--precision.compute=fp16"), AS_CONFIGURED),
     "compressed gradients": ((*REPLICATE, "--ddp.comm_hook=bf16_compress"), AS_CONFIGURED),
 }

@@ -10,13 +10,14 @@ import torch
 
 from meshwright.prover.compare.discrepancy import EXACT, LR_TOLERANCE, Difference, Quantity
 
-MARGIN = {"fp64": 1000.0, "fp32": 12.0, "bf16": 5.0, "fp16": 5.0}
+MARGIN = {"fp64": 1000.0, "fp32": 12.0, "bf16": 5.0, "fp16": 5.0, "fp8": 5.0}
 """How much more than the measured noise a run may differ: ranks sum in another order, and in more parts."""
 MIN_NOISE = {
     "fp64": 4 * torch.finfo(torch.float64).eps,
     "fp32": 4 * torch.finfo(torch.float32).eps,
     "bf16": torch.finfo(torch.bfloat16).eps / 16,
     "fp16": torch.finfo(torch.float16).eps / 16,
+    "fp8": torch.finfo(torch.float8_e4m3fn).eps / 16,
 }
 """Noise that a single seed may happen not to show."""
 MAX_FACTOR = 0.25

@@ -7,13 +7,15 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from meshwright.config import Batch, RunConfig
 from meshwright.config.dtypes import rounds_weights
 from meshwright.data.source import ConcatenatedSource
+from meshwright.parallel.float8 import find_linear_layers
 from meshwright.prover.custom.model_facts import ModelFacts
 from meshwright.prover.custom.subject import plain_objective
+from meshwright.prover.oracle.float8 import rounded_layers
 from meshwright.prover.oracle.optimizer import ReferenceState
 from meshwright.prover.oracle.plain_model import BatchDivision, PlainModel
 from meshwright.prover.oracle.sampler import Sampler
@@ -25,7 +27,7 @@ from meshwright.topology.layout import Layout
 from meshwright.topology.parameter_shards import uses_fsdp
 from meshwright.trainer.custom_model import CustomModel
 
-BY_ROUNDING = ("fp64", "fp32", "fp16", "bf16")
+BY_ROUNDING = ("fp64", "fp32", "fp16", "bf16", "fp8")
 """The precisions, those that round least first."""
 
 
@@ -59,7 +61,7 @@ class CustomReferenceTask(ReferenceTask):
     @property
     def noise_precision(self) -> str:
         """The lowest precision that the run computes in: the configured one, or a lower one inside the module."""
-        return max(self.config.precision.compute, self.facts.inner_precision, key=BY_ROUNDING.index)
+        return max(super().noise_precision, self.facts.inner_precision, key=BY_ROUNDING.index)
 
     def train(
         self,
@@ -82,20 +84,28 @@ class CustomReferenceTask(ReferenceTask):
         model = PlainModel(plain_objective(self.custom), passes, config.seed, model_dtype, low, rounds_weights(config))
         model.load(self.buffers[permute is None])
         before = {name: buffer.detach().clone() for name, buffer in model.buffers().items()}
-        trace = train_steps(
-            config,
-            model,
-            start or ReferenceState({name: p.detach().clone() for name, p in model.parameters().items()}),
-            self.read,
-            [len(part) for part in self.sources],
-            steps=range(self.first_step, config.steps) if steps is None else steps,
-            dtype=dtype or exact,
-            nonfinite_steps=self.nonfinite_steps if nonfinite_steps is None else nonfinite_steps,
-            blocks=self.blocks,
-        )
+        with rounded_layers(self.float8_layers() if autocast is not None else []):
+            trace = train_steps(
+                config,
+                model,
+                start or ReferenceState({name: p.detach().clone() for name, p in model.parameters().items()}),
+                self.read,
+                [len(part) for part in self.sources],
+                steps=range(self.first_step, config.steps) if steps is None else steps,
+                dtype=dtype or exact,
+                nonfinite_steps=self.nonfinite_steps if nonfinite_steps is None else nonfinite_steps,
+                blocks=self.blocks,
+            )
         if permute is None:
             self.buffers[:] = [before, {name: buffer.detach().clone() for name, buffer in model.buffers().items()}]
         return trace
+
+    def float8_layers(self) -> list[nn.Linear]:
+        """The layers of the plain module that the run computes in float8."""
+        if not self.config.precision.float8:
+            return []
+        degree = Layout.from_config(self.config.layout).tensor
+        return find_linear_layers(nn.ModuleDict({"model": self.custom.module}), self.custom.objective_spec(), degree)
 
     def follow(self, measured: AssembledTrace) -> Reference:
         """A run that continues starts with the buffers that it restored."""

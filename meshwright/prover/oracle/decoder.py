@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from meshwright.config import IGNORE_INDEX, ModelConfig
+from meshwright.prover.oracle.float8 import rounded_product
 from meshwright.prover.oracle.long_attention import LongAttention
 
 Parameters = dict[str, Tensor]
@@ -47,10 +48,12 @@ class ForwardPass:
 
 
 class ReferenceDecoder:
-    """The functions of a decoder of one config. `low` is the dtype of matrix products, or None."""
+    """The functions of a decoder of one config. `low` is the dtype of matrix products, or None; with `float8`, those of
+    dense layers in blocks are in float8.
+    """
 
-    def __init__(self, config: ModelConfig, low: torch.dtype | None = None) -> None:
-        self.config, self.low = config, low
+    def __init__(self, config: ModelConfig, low: torch.dtype | None = None, float8: bool = False) -> None:
+        self.config, self.low, self.float8 = config, low, float8
         self.head_size = config.width // config.heads
 
     def forward(self, parameters: Parameters, tokens: Tensor, labels: Tensor) -> ForwardPass:
@@ -78,6 +81,12 @@ class ReferenceDecoder:
             return x @ matrix.mT
         return x.to(self.low) @ matrix.to(self.low).mT
 
+    def dense_product(self, x: Tensor, matrix: Tensor) -> Tensor:
+        """The same in a dense layer of a block."""
+        if self.low is None or not self.float8:
+            return self.product(x, matrix)
+        return rounded_product(x.to(self.low), matrix.to(self.low))
+
     def norm(self, x: Tensor, weight: Tensor) -> Tensor:
         """x / sqrt(mean of squares + eps) * weight."""
         wide = at_least_float32(x)
@@ -88,11 +97,11 @@ class ReferenceDecoder:
         """Queries, keys and values are one product, and queries and keys are rotated together."""
         heads, kv_heads = self.config.heads, self.config.kv_heads
         weights = torch.cat([block[f"attention.{name}.weight"] for name in "qkv"])
-        projected = self.product(x, weights).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
+        projected = self.dense_product(x, weights).unflatten(-1, (-1, self.head_size)).transpose(1, 2)
         q, k = rotate(projected[:, : heads + kv_heads], rotation).split((heads, kv_heads), dim=1)
         shared_by = torch.arange(heads, device=x.device) // (heads // kv_heads)  # the key head of each query head
         mixed = self.attend(q, k[:, shared_by], projected[:, heads + kv_heads :][:, shared_by], documents)
-        return self.product(mixed.transpose(1, 2).flatten(2), block["attention.out.weight"])
+        return self.dense_product(mixed.transpose(1, 2).flatten(2), block["attention.out.weight"])
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
         """softmax(q k / sqrt(head size)) v over (batch, heads, sequence, head size); scores are float32 at least. A
@@ -136,10 +145,11 @@ class ReferenceDecoder:
         between = torch.where(wavelength < context / high, frequencies, (1 - share) * divided + share * frequencies)
         return torch.where(wavelength > context / low, divided, between)
 
-    def swiglu(self, x: Tensor, gate: Tensor, up: Tensor, down: Tensor) -> Tensor:
+    def swiglu(self, x: Tensor, gate: Tensor, up: Tensor, down: Tensor, *, routed: bool = False) -> Tensor:
         """down(silu(gate(x)) * up(x)); gate and up are one product."""
-        gated, linear = self.product(x, torch.cat((gate, up))).chunk(2, dim=-1)
-        return self.product(torch.nn.functional.silu(gated) * linear, down)
+        product = self.product if routed else self.dense_product
+        gated, linear = product(x, torch.cat((gate, up))).chunk(2, dim=-1)
+        return product(torch.nn.functional.silu(gated) * linear, down)
 
     def experts(self, block: Parameters, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """The output, the balance loss of each sequence, and the number of tokens that chose each expert."""
@@ -157,7 +167,7 @@ class ReferenceDecoder:
         out = torch.zeros_like(scores[:, :1]).expand(-1, width)
         for expert, matrices in enumerate(zip(*bank, strict=True)):
             (selected,) = accepted[:, expert].nonzero(as_tuple=True)
-            output = self.swiglu(rows[selected], *matrices)
+            output = self.swiglu(rows[selected], *matrices, routed=True)
             out = out.index_add(0, selected, output * weights[selected, expert, None])
         out = out.to(x.dtype).view_as(x)
         if config.experts_shared:

@@ -103,7 +103,7 @@ class ReferenceModel:
         self, config: RunConfig, autocast: torch.dtype | None, passes: Passes, low_precision_units: bool = False
     ) -> None:
         self.config, self.passes = config, passes
-        self.decoder = ReferenceDecoder(config.model, autocast)
+        self.decoder = ReferenceDecoder(config.model, autocast, config.precision.float8)
         self.unit_dtype = autocast if low_precision_units else None
         self.rounds_weights = rounds_weights(config)
         """whether the weights that a forward pass uses are the parameters rounded to bf16"""

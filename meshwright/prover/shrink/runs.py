@@ -157,7 +157,7 @@ def as_float64(config: RunConfig) -> RunConfig:
     mode = "sync" if config.checkpoint.mode == "off" else config.checkpoint.mode
     return replace(
         config,
-        precision=replace(config.precision, compute="fp64"),
+        precision=replace(config.precision, compute="fp64", float8=False),
         launch=replace(config.launch, device="cpu"),
         ddp=replace(config.ddp, comm_hook="none"),
         checkpoint=replace(config.checkpoint, mode=mode),

@@ -45,6 +45,8 @@ MAX_BLOCK_PASSES = 16_384
 """Beyond `FULL_ACCUMULATION`, the most passes of a micro-batch through a block that all ranks make per step."""
 ALIGNED_ROWS = 8
 """Elements of a low precision in the 16 bytes to which the grouped kernel of experts needs rows aligned."""
+FLOAT8_ROWS = 16
+"""The dimensions of a layer in float8 are multiples of this."""
 BUCKETS = 6
 """The gradients of a proof run fill about this many buckets of DDP."""
 
@@ -116,7 +118,10 @@ def small_model(config: RunConfig, layout: Layout, limits: Limits) -> ModelConfi
     """
     model, tensor = config.model, layout.tensor
     heads, kv_heads = small_heads(config, layout, limits)
-    even_size = min(model.width // model.heads, limits.head_size, max(4, limits.width // heads)) // 2 * 2
+    head_size = model.width // model.heads
+    even_size = min(head_size, limits.head_size, max(4, limits.width // heads)) // 2 * 2
+    if config.precision.float8 and head_size % FLOAT8_ROWS == 0:
+        even_size = FLOAT8_ROWS
     shards = layout.shard * layout.context if layout.shard > 1 else 1
     vocab = uneven_size(model.vocab, limits.vocab, tensor, shards)
     experts, active = small_experts(model, layout.expert, limits)
@@ -135,8 +140,12 @@ def small_model(config: RunConfig, layout: Layout, limits: Limits) -> ModelConfi
 
 
 def small_ffn(config: RunConfig, layout: Layout, limits: Limits, shards: int) -> int:
-    """The inner width. Experts of aligned rows run in one grouped kernel, so their rows stay aligned."""
+    """The inner width. Experts of aligned rows run in one grouped kernel, so their rows stay aligned; so do the rows of
+    layers in float8.
+    """
     model, aligned = config.model, ALIGNED_ROWS * layout.tensor
+    if config.precision.float8 and model.ffn % FLOAT8_ROWS == 0:
+        return round_up(min(model.ffn, limits.ffn), FLOAT8_ROWS * layout.tensor)
     if model.experts and model.ffn % (ALIGNED_ROWS * config.layout.tensor) == 0 and model.ffn > limits.ffn:
         return round_up(limits.ffn, aligned)
     return uneven_size(model.ffn, limits.ffn, layout.tensor, shards)
