@@ -30,7 +30,7 @@ def has_cudnn_frontend() -> bool:
 
 
 def use_cudnn_backward(in_use: bool) -> None:
-    """Decides whether this process uses cuDNN's deterministic backward pass."""
+    """Decides whether this process uses cuDNN's deterministic backward pass while deterministic algorithms are on."""
     global _in_use
     if in_use and not has_cudnn_frontend():
         raise ConfigError(
@@ -45,6 +45,7 @@ def supports(q: Tensor, k: Tensor, v: Tensor) -> bool:
     sizes = (q.shape[-1], v.shape[-1])
     return (
         _in_use
+        and torch.are_deterministic_algorithms_enabled()
         and q.is_cuda
         and q.dtype in DTYPES
         and q.shape[2] == k.shape[2]

@@ -21,6 +21,7 @@ from meshwright.kernels.cudnn_attention import (
 def unused():
     yield
     use_cudnn_backward(False)
+    torch.use_deterministic_algorithms(False)
 
 
 def heads(count: int, size: int = 16) -> torch.Tensor:
@@ -41,6 +42,8 @@ def test_it_is_used_on_cuda_only_and_only_where_a_run_has_chosen_it(monkeypatch)
     use_cudnn_backward(True)
     assert not supports(q, q, q)
     monkeypatch.setattr(torch.Tensor, "is_cuda", True)
+    assert not supports(q, q, q)
+    torch.use_deterministic_algorithms(True)
     assert supports(q, q, q)
     assert not supports(q.float(), q.float(), q.float())
     assert not supports(q[:, :, :1], q, q)

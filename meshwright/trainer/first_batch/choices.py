@@ -107,7 +107,7 @@ def make_choices(job: Job, step: Step, identity: dict[str, Any], first: Callable
         attention = fastest(times["attention"])
     if deterministic:
         attention = attention or ("cudnn" if has_cudnn_frontend() else "flash")
-    use_cudnn_backward(deterministic and attention == "cudnn")
+        use_cudnn_backward(attention == "cudnn")
     if attention is not None:
         use_attention_backends([BACKENDS[attention], *BACKENDS.values()])
 
