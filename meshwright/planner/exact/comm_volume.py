@@ -94,7 +94,7 @@ def comm_volume(
         messages += tensor_parallel_messages(config, layout, batch, placement, spec)
         partial = sum(parameter.numel for parameter in parameters if parameter.grad_is_partial)
         reductions = reductions_per_step(config, layout, batch)
-        messages["tensor", "all_reduce"] += reductions * partial * parameter_bytes(config)
+        messages["tensor", "all_reduce"] += reductions * partial * partial_gradient_bytes(config, layout, batch)
     if layout.context > 1:
         messages += context_parallel_messages(config, layout, batch, placement, spec)
     if config.model.experts:
@@ -148,6 +148,15 @@ def reductions_per_step(config: RunConfig, layout: Layout, batch: Batch) -> int:
     """How often gradients are reduced per step. A pipeline schedule accumulates them locally first."""
     every_micro_step = config.layout.shard in ("gradients", "parameters") and layout.pipeline == 1 and uses_fsdp(layout)
     return batch.accumulation if every_micro_step else 1
+
+
+def partial_gradient_bytes(config: RunConfig, layout: Layout, batch: Batch) -> int:
+    """Bytes per element of a gradient that is reduced over the tensor axis: FSDP2 keeps it in the compute dtype until
+    it accumulates it into the gradient of an earlier micro-step.
+    """
+    not_accumulated = batch.accumulation == 1 or config.layout.shard in ("gradients", "parameters")
+    in_compute_dtype = uses_fsdp(layout) and layout.pipeline == 1 and not_accumulated
+    return COMPUTE_BYTES[config.precision.compute] if in_compute_dtype else parameter_bytes(config)
 
 
 def unsharded_bytes(config: RunConfig, units: Units) -> dict[str, int]:
