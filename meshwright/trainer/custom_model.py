@@ -19,6 +19,7 @@ from meshwright.data.source import Collate
 from meshwright.errors import ConfigError
 from meshwright.parallel.local_shard import full_tensor
 from meshwright.parallel.materialize import Materializer, named_tensors
+from meshwright.parallel.parallel_model import rounded_parameters
 from meshwright.parallel.parallel_spec import ParallelSpec
 from meshwright.parallel.sync_batch_norm import synchronize_batch_norm
 from meshwright.topology.parameter_groups import is_frozen, validate_groups
@@ -161,21 +162,27 @@ def disable_caches(module: nn.Module) -> None:
 
 @torch.no_grad()
 def copy_trained_weights(
-    trained: Objective, targets: list[nn.Module], write: bool, pipeline: dist.ProcessGroup | None
+    trained: Objective,
+    masters: Mapping[nn.Parameter, Tensor],
+    targets: list[nn.Module],
+    write: bool,
+    pipeline: dist.ProcessGroup | None,
 ) -> None:
-    """Copies the trained weights into the custom modules. All ranks gather the shards; those with `write` copy them.
-    Every rank of a `pipeline` has the weights of its stages only.
+    """Copies the trained weights into the custom modules, from the master weights of those that have one. All ranks
+    gather the shards; those with `write` copy them. Every rank of a `pipeline` has the weights of its stages only.
     """
     for module, target in zip((trained.model, trained.loss), targets, strict=False):
-        state = dict(saved_tensors(module)) if module is not None else {}
+        copies = set(rounded_parameters(trained)) - masters.keys()  # of tied weights, which another stage owns
+        named = [(name, t) for name, t in saved_tensors(module) if t not in copies] if module is not None else []
+        state = {name: masters.get(t, t) if isinstance(t, nn.Parameter) else t for name, t in named}
         names = [set(state)]
         if pipeline is not None:
             names = [set() for _ in range(pipeline.size())]
             dist.all_gather_object(names, set(state), group=pipeline)
         for name, value in saved_tensors(target):
-            if value.is_meta:  # no process has the model whole
+            owner = next((rank for rank, of_rank in enumerate(names) if name in of_rank), None)
+            if value.is_meta or owner is None:  # no process has the model whole, or another name has the tied weight
                 continue
-            owner = next(rank for rank, of_rank in enumerate(names) if name in of_rank)
             full = (
                 full_tensor(state[name]) if name in state and (pipeline is None or pipeline.rank() == owner) else None
             )

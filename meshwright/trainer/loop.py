@@ -388,5 +388,6 @@ class Training:
             write = self.world.rank == 0 or not self.job.supervised  # forked ranks share the modules, torchrun's do not
             mesh = self.parallel_model.meshes.submesh("pipeline")
             group = mesh.get_group() if mesh is not None else None
-            copy_trained_weights(self.module, self.job.custom.modules(), write, group)
+            masters = self.parallel_model.masters
+            copy_trained_weights(self.module, masters, self.job.custom.modules(), write, group)
         return summary

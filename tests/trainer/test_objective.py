@@ -255,7 +255,7 @@ def test_trained_weights_are_copied_into_the_parameters_and_persistent_buffers()
     with torch.no_grad():
         for tensor in (*objective.parameters(), *objective.buffers()):
             tensor.fill_(7.0)
-    copy_trained_weights(objective, custom.modules(), write=True, pipeline=None)
+    copy_trained_weights(objective, {}, custom.modules(), write=True, pipeline=None)
     model, loss = custom.modules()
     copied = (model.weight, model.bias, model.steps, loss.classes.weight, loss.weight)
     assert all(bool((tensor == 7.0).all()) and tensor.dtype == torch.float32 for tensor in copied)
