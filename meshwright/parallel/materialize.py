@@ -21,7 +21,10 @@ class Materializer:
     def __init__(
         self, model: nn.Module, fill: Fill | None, device: torch.device, weights: torch.dtype = torch.float32
     ) -> None:
-        self.model, self.fill_shard, self.device, self.weights = model, fill, device, weights
+        self.model, self.fill_shard, self.device = model, fill, device
+        has_statistics = any(isinstance(module, BatchNormBase) for module in model.modules())
+        self.weights = torch.float32 if has_statistics else weights
+        """the dtype of trained weights; beside the running statistics of BatchNorm, which are float32, they are, too"""
         self.masters: dict[nn.Parameter, Tensor] = {}
         """parameter of the model -> the float32 master weight that it is the rounding of"""
         self.copied_from: dict[str, str] = {}
@@ -43,18 +46,15 @@ class Materializer:
 
     @torch.no_grad()
     def initialize(self, module: nn.Module) -> None:
-        """Initializes the local shards of a submodule, by their names in the full model, and rounds its weights. Those
-        beside the running statistics of BatchNorm, which are float32, stay as they are.
-        """
+        """Initializes the local shards of a submodule, by their names in the full model, and rounds its weights."""
         names = {id(tensor): name for name, tensor in named_tensors(self.model)}
         if self.fill_shard is not None:
             for _, tensor in named_tensors(module):
                 name = names[id(tensor)]
                 self.fill_shard(local_shard(tensor), self.copied_from.get(name, name))
-        if self.weights == torch.bfloat16 and not any(isinstance(m, BatchNormBase) for m in self.model.modules()):
-            copies = [p for p in module.parameters() if names.get(id(p)) in self.copied_from]
-            masters = round_parameters(module, self.weights)
-            self.masters |= {p: master for p, master in masters.items() if not any(p is copy for copy in copies)}
+        copies = {p for p in module.parameters() if names.get(id(p)) in self.copied_from}
+        masters = round_parameters(module, self.weights)
+        self.masters |= {parameter: master for parameter, master in masters.items() if parameter not in copies}
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -68,6 +68,8 @@ def round_parameters(module: nn.Module, dtype: torch.dtype) -> dict[nn.Parameter
     parameters have no update that a rounding could lose, and autocast rounds them where they are used.
     """
     masters: dict[nn.Parameter, Tensor] = {}
+    if dtype == torch.float32:
+        return masters
 
     def rounded(tensor: Tensor) -> Tensor:
         if not isinstance(tensor, nn.Parameter) or not tensor.requires_grad or tensor.dtype != torch.float32:

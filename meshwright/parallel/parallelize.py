@@ -81,7 +81,7 @@ def parallelize(
             placement = pipeline_placement(config, layout, world.rank, (1.0,) * len(find_blocks(model, spec)))
         coordinate = layout.coordinates(world.rank)["pipeline"]
         plan = StagePlan(config.pipeline.schedule, layout.pipeline, coordinate, placement)
-        divided = divide_into_stages(model, spec, plan, world.device)
+        divided = divide_into_stages(model, spec, plan, world.device, materializer.weights)
         materializer.copied_from |= {tied.copy_name: tied.owner_name for tied in divided.tied}
         stages = {
             index: apply(stage, spec.under_objective().restricted_to(stage)) for index, stage in divided.stages.items()

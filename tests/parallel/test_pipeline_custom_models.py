@@ -314,7 +314,7 @@ REFUSED_SPEC = ParallelSpec(blocks="blocks.*", before=("embed", "side"), after=(
 
 def trace(model: nn.Module, spec: ParallelSpec):
     modules = find_stage_modules(model, spec)
-    tracer = ModelTracer(model, modules.blocks, modules.before, modules.after, torch.device("cpu"))
+    tracer = ModelTracer(model, modules.blocks, modules.before, modules.after, torch.device("cpu"), torch.float32)
     return tracer.trace((torch.zeros(2, 5, dtype=torch.int64), torch.zeros(2, 5, dtype=torch.int64)), nullcontext)
 
 

@@ -77,7 +77,9 @@ class ForeignValue(Exception):
 
 
 class ModelTracer:
-    """A copy of the full model on fake tensors. It is made before anything is removed from the model."""
+    """A copy of the full model on fake tensors, with the dtype of trained weights that the stages will have. It is made
+    before anything is removed from the model.
+    """
 
     def __init__(
         self,
@@ -86,12 +88,15 @@ class ModelTracer:
         before: list[tuple[str, nn.Module]],
         after: list[tuple[str, nn.Module]],
         device: torch.device,
+        weights: torch.dtype,
     ) -> None:
         self.device, self.fake = device, FakeTensors()
         copies: dict[int, Any] = {}
         with self.fake.mode:
             for parameter in model.parameters():
-                empty = torch.empty(parameter.shape, dtype=parameter.dtype, device=device)
+                is_rounded = parameter.requires_grad and parameter.dtype == torch.float32
+                dtype = weights if is_rounded else parameter.dtype
+                empty = torch.empty(parameter.shape, dtype=dtype, device=device)
                 copies[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
             for buffer in model.buffers():  # stages may read those of stand-ins
                 has_values = not buffer.is_meta and not is_fake(buffer)

@@ -155,10 +155,14 @@ class PipelineStages:
     tied: list[TiedWeight]
 
 
-def divide_into_stages(model: nn.Module, spec: ParallelSpec, plan: StagePlan, device: torch.device) -> PipelineStages:
-    """Divides the model into the stages of this rank, and removes what only other ranks have from it."""
+def divide_into_stages(
+    model: nn.Module, spec: ParallelSpec, plan: StagePlan, device: torch.device, weights: torch.dtype
+) -> PipelineStages:
+    """Divides the model into the stages of this rank, and removes what only other ranks have from it. `weights` is the
+    dtype that trained weights will have.
+    """
     parts = find_stage_modules(model, spec)
-    tracer = ModelTracer(model, parts.blocks, parts.before, parts.after, device)
+    tracer = ModelTracer(model, parts.blocks, parts.before, parts.after, device, weights)
     placement = plan.placement
     tied = separate_tied_weights(
         model,
