@@ -6,11 +6,15 @@ import pytest
 import torch
 from small_run import load_cpu_config
 
+from meshwright.config import OptimizerConfig
 from meshwright.models.registry import run_spec
-from meshwright.parallel.parallel_model import ParallelModel
+from meshwright.optim.build import build_optimizer
+from meshwright.parallel.local_shard import local_tensor
+from meshwright.parallel.parallel_model import ParallelModel, PassHooks
 from meshwright.parallel.parallel_spec import find_blocks
 from meshwright.parallel.tensor_parallel import family_parallel_spec
 from meshwright.parallel.world import World
+from meshwright.testing import run_ranks
 from meshwright.topology.layout import Layout
 from meshwright.trainer.build import build_parallel_model
 from meshwright.trainer.precision import Precision
@@ -58,3 +62,98 @@ def test_residual_stream_of_bf16_weights_is_bf16_in_every_block_and_in_the_head(
     assert seen == [torch.bfloat16] * (len(blocks) + 1)
     assert loss.dtype == torch.float32
     assert {p.grad.dtype for p in model.parameters().values()} == {torch.bfloat16}
+
+
+def test_norms_and_experts_return_the_dtype_of_a_float32_residual_stream():
+    model, blocks = build(*BF16, "--precision.residual=fp32", *FAMILIES["mixtral"])
+    seen = []
+    for module in (*blocks, model.module.head):
+        module.register_forward_pre_hook(lambda _module, inputs: seen.append(inputs[0].dtype))
+    tokens = torch.zeros(2, 8, dtype=torch.int64)
+    with torch.autocast("cpu", torch.bfloat16):
+        model(tokens, tokens)
+    assert set(seen) == {torch.float32}
+
+
+def test_loaded_masters_are_rounded_into_the_model():
+    model, _ = build(*BF16)
+    with torch.no_grad():
+        for master in model.master_parameters().values():
+            master.mul_(1.7)
+    model.round_masters()
+    weights = model.parameters()
+    assert all(torch.equal(weights[name], m.bfloat16()) for name, m in model.master_parameters().items())
+
+
+@pytest.mark.parametrize("kind", ["adamw", "muon", "sgd", "lion", "adafactor"])
+def test_every_update_rule_updates_the_masters_as_it_updates_float32_weights_and_rounds_them(kind):
+    values = []
+    for options in ([], BF16):
+        model, _ = build(*options)
+        config = OptimizerConfig(kind=kind)
+        named = model.parameters()
+        optimizer = build_optimizer(named, config, blocks=model.block_patterns, masters=model.masters)
+        generator = torch.Generator().manual_seed(0)
+        for _ in range(2):
+            for parameter in named.values():
+                gradient = torch.randn(parameter.shape, generator=generator).bfloat16()
+                parameter.grad = gradient.to(parameter.dtype)
+            optimizer.update(1e-2, optimizer.gradient_norm(), torch.ones(()), torch.tensor(True))
+            optimizer.zero_grad()
+        masters = model.master_parameters()
+        assert all(torch.equal(p, masters[name].to(p.dtype)) for name, p in named.items())
+        values.append(masters)
+    for name, exact in values[0].items():
+        torch.testing.assert_close(values[1][name], exact.detach(), rtol=1e-5, atol=1e-6)
+
+
+def run_steps(world: World, layout: Layout, options: list[str], micro_batches: int) -> tuple[list[float], set, float]:
+    """(gradient norms of two steps, dtypes of gradients, largest distance of a weight from its master's rounding)."""
+    config = load_cpu_config(overrides=[*SMALL, *options])
+    precision = Precision(config.precision, world.device)
+    model = build_parallel_model(config, layout, None, precision, world)
+    optimizer = build_optimizer(model.parameters(), config.optimizer, layout, world, masters=model.masters)
+    generator, norms, dtypes = torch.Generator().manual_seed(7), [], set()
+    for _ in range(2):
+        batches = [torch.randint(0, 200, (4, 8), generator=generator) for _ in range(micro_batches)]
+        local = [t.chunk(layout.data_degree)[layout.data_coordinate(world.rank)] for t in batches]
+        hooks = PassHooks(lambda _phase: None, precision.autocast, lambda loss: loss / 64, lambda: None)
+        model.forward_backward([(tokens, tokens) for tokens in local], hooks)
+        dtypes |= {gradient.dtype for gradient in model.gradients().values()}
+        norms.append(float(optimizer.gradient_norm()))
+        optimizer.update(1e-3, torch.tensor(norms[-1]), torch.ones(()), torch.tensor(True))
+        optimizer.zero_grad()
+    weights = model.parameters()
+    distances = [
+        (local_tensor(weights[name]) - local_tensor(master).bfloat16()).abs().max()
+        for name, master in model.master_parameters().items()
+        if local_tensor(master).numel()
+    ]
+    return norms, dtypes, float(max(distances))
+
+
+LAYOUTS = {
+    "DDP": Layout(replicate=2),
+    "FSDP2": Layout(shard=2),
+    "tensor": Layout(tensor=2),
+}
+
+
+def run_layouts(world: World) -> dict:
+    return {
+        (name, micro): run_steps(world, layout, BF16, micro) for name, layout in LAYOUTS.items() for micro in (1, 2)
+    }
+
+
+def test_gradients_are_summed_over_ranks_and_accumulated_in_float32():
+    """DDP rounds the sum once, to its buckets; without DDP, a gradient that is summed or accumulated stays float32."""
+    found = run_ranks(run_layouts, 2)[0]
+    for micro in (1, 2):
+        expected, dtypes, _ = run_steps(World(), Layout(), [], micro)
+        assert dtypes == {torch.float32}
+        for name in LAYOUTS:
+            norms, dtypes, distance = found[name, micro]
+            assert norms == pytest.approx(expected, rel=2e-3), name
+            is_float32 = name == "FSDP2" or (name == "tensor" and micro == 2)
+            assert dtypes == {torch.float32 if is_float32 else torch.bfloat16}, (name, micro)
+            assert distance == 0, name
