@@ -24,7 +24,7 @@ from meshwright.topology.layout import Layout
 
 
 class DeferredStream(CopyStream):
-    """A stream that runs its copies when the current stream waits for them, or a second after the host began to."""
+    """A stream that runs its copies when the current stream waits for them, or half a second after the host began to."""
 
     def __init__(self) -> None:
         self.queue: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -42,7 +42,7 @@ class DeferredStream(CopyStream):
         self.blocked.set()
 
     def synchronize(self) -> None:
-        self.blocked.wait(1.0)
+        self.blocked.wait(0.5)
         self.run()
 
     def run(self) -> None:
