@@ -16,7 +16,7 @@ from meshwright.checkpoint.listing import CheckpointEntry, RunLineage, list_publ
 from meshwright.checkpoint.manifest import Manifest, TensorRecord
 from meshwright.checkpoint.shards import ShardReader
 from meshwright.checkpoint.state import CheckpointState
-from meshwright.checkpoint.verify import WHOLE_FILE, Damage, find_damage
+from meshwright.checkpoint.verify import DIGEST_THREADS, WHOLE_FILE, Damage, find_damage
 from meshwright.config import BLOCK_SIZES, BlockSizes
 from meshwright.errors import CheckpointError, IdentityError
 from meshwright.parallel.world import World
@@ -63,7 +63,7 @@ def restore(
         entry = read_entry(store, folder, step, attempt)
         # The ranks share the verification of all files before any rank copies. Each rank then verifies what it reads.
         local_files = sorted(entry.manifest.files)[world.rank :: world.size] if entry.manifest is not None else None
-        found = find_damage(entry, local_files, world.heartbeat.beat, block_sizes.io_bytes)
+        found = find_damage(entry, local_files, world.heartbeat.beat, block_sizes.io_bytes, DIGEST_THREADS)
         damage = first_damage_on_any_rank(world, found)
         if damage is None:
             assert entry.manifest is not None

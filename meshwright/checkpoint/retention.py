@@ -7,7 +7,7 @@ from collections.abc import Callable
 from meshwright import faults
 from meshwright.checkpoint.listing import CheckpointEntry, RunLineage, list_checkpoint_folders, read_fence
 from meshwright.checkpoint.manifest import MANIFEST_FILE
-from meshwright.checkpoint.verify import find_damage
+from meshwright.checkpoint.verify import DIGEST_THREADS, find_damage
 from meshwright.store.interface import Store
 
 
@@ -56,7 +56,7 @@ class RetentionPolicy:
         return deleted
 
     def _verifies(self, entry: CheckpointEntry, progress: Callable[[], None]) -> bool:
-        if entry.name not in self.verified and not find_damage(entry, progress=progress):
+        if entry.name not in self.verified and not find_damage(entry, progress=progress, threads=DIGEST_THREADS):
             self.verified.add(entry.name)
         return entry.name in self.verified
 

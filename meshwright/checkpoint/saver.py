@@ -28,7 +28,7 @@ from meshwright.checkpoint.retention import RetentionPolicy
 from meshwright.checkpoint.shards import ShardWriter
 from meshwright.checkpoint.stager import HostStager, is_finite
 from meshwright.checkpoint.state import CheckpointState
-from meshwright.checkpoint.verify import shard_header, verify_file
+from meshwright.checkpoint.verify import DIGEST_THREADS, shard_header, verify_file
 from meshwright.config import BLOCK_SIZES, BlockSizes, CheckpointConfig
 from meshwright.errors import BusyError, CheckpointError, MeshwrightError, NumericsError, PeerError, is_peer_loss
 from meshwright.parallel.data_parallel.rank_agreement import ModelUse, use_error
@@ -275,7 +275,8 @@ class CheckpointSaver:
         """Every rank reads its own shard back. Only after that may retention delete older checkpoints."""
         path = f"{folder}/{writer.file}"
         chunk, io_bytes = self.block_sizes.digest_bytes, self.block_sizes.io_bytes
-        damage = next(verify_file(self.store, path, writer.record, chunk, self._count_progress, io_bytes), None)
+        options = (self._count_progress, io_bytes, DIGEST_THREADS)
+        damage = next(verify_file(self.store, path, writer.record, chunk, *options), None)
         damaged = [rank for rank, (flag,) in enumerate(self._all_gather(damage is not None)) if flag]
         if damaged:
             raise CheckpointError(

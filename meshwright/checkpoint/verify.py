@@ -109,12 +109,13 @@ def find_damage(
     files: list[str] | None = None,
     progress: Callable[[], None] = lambda: None,
     io_bytes: int = BLOCK_SIZES.io_bytes,
+    threads: int = 1,
 ) -> list[Damage]:
     """Every damage of a published checkpoint, or of some of its files; an intact checkpoint has none."""
     if entry.manifest is None:
         return [Damage(MANIFEST_FILE, WHOLE_FILE, "a valid manifest", entry.problem)]
     names = list(entry.manifest.files) if files is None else files
-    damage = [found for name in names for found in find_file_damage(entry, name, progress, io_bytes)]
+    damage = [found for name in names for found in find_file_damage(entry, name, progress, io_bytes, threads)]
     known = {*entry.manifest.files, MANIFEST_FILE}
     for name in entry.store.list_names(entry.folder):
         if name not in known and not name.startswith("."):
@@ -123,19 +124,25 @@ def find_damage(
 
 
 def find_file_damage(
-    entry: CheckpointEntry, name: str, progress: Callable[[], None], io_bytes: int
+    entry: CheckpointEntry, name: str, progress: Callable[[], None], io_bytes: int, threads: int
 ) -> Iterator[Damage]:
     manifest = entry.manifest
     assert manifest is not None
     path = f"{entry.folder}/{name}"
-    for damage in verify_file(entry.store, path, manifest.files[name], manifest.chunk, progress, io_bytes):
+    for damage in verify_file(entry.store, path, manifest.files[name], manifest.chunk, progress, io_bytes, threads):
         yield replace(damage, found=damage.found + misplaced_shard_note(entry, manifest, path))
 
 
 def verify_file(
-    store: Store, path: str, record: FileRecord, chunk: int, progress: Callable[[], None], io_bytes: int
+    store: Store,
+    path: str,
+    record: FileRecord,
+    chunk: int,
+    progress: Callable[[], None],
+    io_bytes: int,
+    threads: int = 1,
 ) -> Iterator[Damage]:
-    """Compare a file with its record: first the size, then the digest of every chunk."""
+    """Compare a file with its record: first the size, then the digest of every chunk, on this or on more threads."""
     name = path.rpartition("/")[2]
     try:
         size = store.size(path)
@@ -152,15 +159,16 @@ def verify_file(
         except OSError as error:
             return f"a read error ({error.strerror})"
 
-    threads = ThreadPoolExecutor(DIGEST_THREADS, thread_name_prefix="verify")
+    pool = ThreadPoolExecutor(threads, thread_name_prefix="verify") if threads > 1 else None
     try:
-        found_digests = threads.map(digest, range(len(record.chunks)))
-        for index, (expected, found) in enumerate(zip(record.chunks, found_digests, strict=True)):
+        digests = (pool.map if pool else map)(digest, range(len(record.chunks)))
+        for index, (expected, found) in enumerate(zip(record.chunks, digests, strict=True)):
             progress()
             if found != expected:
                 yield Damage(name, index, expected, found)
     finally:
-        threads.shutdown(cancel_futures=True)
+        if pool:
+            pool.shutdown(cancel_futures=True)
 
 
 def digest_range(store: Store, path: str, start: int, length: int, io_bytes: int) -> str:

@@ -24,7 +24,7 @@ from meshwright.topology.layout import Layout
 
 
 class DeferredStream(CopyStream):
-    """A stream that runs its copies when the current stream waits for them, or half a second after the host began to."""
+    """A stream that copies when the current stream waits for it, or half a second after the host began to wait."""
 
     def __init__(self) -> None:
         self.queue: list[tuple[torch.Tensor, torch.Tensor]] = []
