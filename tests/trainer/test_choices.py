@@ -35,6 +35,7 @@ def cuda(monkeypatch):
     monkeypatch.setattr(module, "device_name", lambda _device: DEVICE)
     monkeypatch.setattr(module, "use_attention_backends", lambda backends: applied.append(backends[0].name))
     monkeypatch.setattr(module, "compile_whole", lambda _module, _budget: applied.append("model"))
+    monkeypatch.setattr(module, "use_cudnn_backward", lambda _enabled: None)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
 
     def run(*overrides, attention=None, scope=None, choices=None, ranks=1):
@@ -85,10 +86,13 @@ def test_another_device_chooses_again(cuda):
     assert after["device"] == DEVICE
 
 
-def test_deterministic_run_leaves_attention_to_torch(cuda, monkeypatch):
+def test_deterministic_run_chooses_by_rule(cuda, monkeypatch):
+    """Two runs would choose differently where candidates are equally fast."""
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: True)
-    choices, record, applied = cuda(scope={"block": 1.0})
-    assert (choices.attention, record, applied) == (None, {"device": DEVICE, "scope": "block"}, [])
+    monkeypatch.setattr(module, "has_cudnn_frontend", lambda: False)
+    choices, record, applied = cuda(attention={"cudnn": 1.0}, scope={"block": 2.0, "model": 1.0})
+    assert (choices.attention, choices.milliseconds, applied) == ("flash", {}, ["FLASH_ATTENTION"])
+    assert record == {"device": DEVICE, "attention": "flash", "scope": "block"}
 
 
 @pytest.mark.parametrize(

@@ -29,9 +29,9 @@ def test_loss_scale_halves_on_overflow_and_doubles_after_its_interval():
     assert scales == [4.0, 4.0, 8.0, 8.0, 4.0]
 
 
-def test_weights_are_float32_except_in_fp64():
+def test_parameters_are_float32_except_in_fp64():
     cpu = torch.device("cpu")
-    assert {c: Precision(PrecisionConfig(compute=c), cpu).weights for c in ("fp32", "bf16", "fp16", "fp64")} == {
+    assert {c: Precision(PrecisionConfig(compute=c), cpu).parameters for c in ("fp32", "bf16", "fp16", "fp64")} == {
         "fp32": torch.float32,
         "bf16": torch.float32,
         "fp16": torch.float32,
