@@ -74,6 +74,7 @@ def user_code() -> UserCode:
 CASES: dict[str, tuple[int, list[str], bool]] = {
     "one rank": (1, [], False),
     "gradient accumulation": (1, ["--batch.micro=2"], False),
+    "float8": (1, ["--precision.float8=true"], False),
     "experts": (1, ["--model.experts=4", "--model.experts_active=2"], False),
     "offload": (1, ["--activation_checkpoint.mode=full", "--activation_checkpoint.offload=true"], False),
     "a user's model": (1, [], True),
