@@ -139,10 +139,11 @@ class Objective(nn.Module):
 
     def fuse_head(self) -> None:
         """Prepares the fused loss of a causal language model that computes its loss itself, unless its head is no plain
-        linear layer or metrics read its logits.
+        linear layer or metrics read its logits. The model may be wrapped, as by adapters.
         """
-        if self.loss is None and self.reduction == "sum" and not self.metrics and shifts_labels(self.model):
-            self.fused_head = FusedHead(self.model) if has_plain_head(self.model) else None
+        if self.loss is None and not self.metrics and shifts_labels(self.model):
+            inner = next(module for module in self.model.modules() if calls_loss_function(type(module)))
+            self.fused_head = FusedHead(inner) if has_plain_head(inner) else None
 
     def take_shifted_labels(self) -> None:
         """Prepares for `shift_labels`: a model that shifts the labels of a sequence chunk would lose the last one."""

@@ -95,6 +95,27 @@ def test_logits_that_change_after_the_first_batch_are_an_error():
         objective(*objective.batch.flatten(batch()))
 
 
+def test_the_loss_of_a_model_with_adapters_is_fused():
+    peft = pytest.importorskip("peft")
+    lora = peft.LoraConfig(r=2, target_modules=["q_proj"], init_lora_weights=False)
+    model = peft.get_peft_model(build("llama"), lora).double()
+    plain = Objective(copy.deepcopy(model), None, BatchStructure.of(batch()))
+    objective = verified(model)
+    assert objective.fused_head.enabled
+    expected, total = (o(*o.batch.flatten(batch()))[0] for o in (plain, objective))
+    torch.testing.assert_close(total.float(), expected, rtol=1e-6, atol=0)  # its own loss is in float32
+
+
+def test_a_model_that_changes_its_labels_keeps_its_own_loss():
+    model = build("llama")
+    model.register_forward_pre_hook(
+        lambda _model, args, kwargs: (args, kwargs | {"labels": kwargs["labels"].roll(1, 1)}), with_kwargs=True
+    )
+    objective = verified(model)
+    assert not objective.fused_head.enabled
+    assert objective.fused_head.problem == "the model changes its labels before the loss"
+
+
 def test_metrics_and_heads_with_a_bias_are_not_fused():
     assert verified(build("llama"), metrics={"first": lambda outputs, _batch: outputs.logits}).fused_head is None
     model = build("llama")

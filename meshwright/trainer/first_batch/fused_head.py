@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
@@ -39,13 +40,14 @@ class FusedHead:
         """the shifted labels of the next forward pass; None: the head computes logits"""
         self.loss: Tensor | None = None
         """what the head returned in place of logits"""
+        self.labels_of_loss: Tensor | None = None
         self.head.forward = self.forward
         model.loss_function = self.loss_function
 
     def take_labels(self, labels: Tensor, *, shifted: bool) -> None:
         """Gets the labels of a batch before the model is called."""
         if self.enabled or self.verifying:
-            self.labels = labels if shifted else F.pad(labels[..., 1:], (0, 1), value=IGNORE_INDEX)
+            self.labels = labels if shifted else shift(labels)
 
     def forward(self, hidden: Tensor) -> Tensor:
         """Returns the loss with as many dimensions as logits have; the logits if the labels are not theirs."""
@@ -55,6 +57,7 @@ class FusedHead:
         if self.verifying:
             self.compare(hidden[:1, :SAMPLE], labels[:1, :SAMPLE])
         self.loss = linear_cross_entropy(hidden, self.head.weight, labels, IGNORE_INDEX).view(1, 1, 1)
+        self.labels_of_loss = labels
         return self.loss
 
     def compare(self, hidden: Tensor, labels: Tensor) -> None:
@@ -68,17 +71,30 @@ class FusedHead:
         self.problem = "" if equal else f"the fused loss is {found:.6g}, and that of the logits {expected:.6g}"
 
     def loss_function(self, logits: Any = None, labels: Any = None, vocab_size: Any = None, **others: Any) -> Any:
-        """Returns the loss that the head computed, where the logits are what it returned."""
+        """Returns the loss that the head computed, where the logits are what it returned: the sum, or the mean if the
+        model asks for no sum.
+        """
         loss, self.loss = self.loss, None
         if loss is None:
             return self.loss_of_logits(logits=logits, labels=labels, vocab_size=vocab_size, **others)
-        if logits is not loss or vocab_size != len(self.head.weight) or others.get(SUM_ARGUMENT) != 1:
+        counted, divisor = self.labels_of_loss, others.get(SUM_ARGUMENT)
+        assert counted is not None
+        if logits is not loss or vocab_size != len(self.head.weight) or divisor not in (1, None):
             self.problem = "the model changes its logits before the loss"
             if self.enabled:
                 raise ConfigError(
                     f"{self.problem}, and did not on the first sample", "try kernels.loss = torch, which keeps logits"
                 )
-        return loss.view(())
+        if self.verifying:
+            shifted = others.get("shift_labels")
+            if not torch.equal(shift(labels) if shifted is None else shifted, counted):
+                self.problem = "the model changes its labels before the loss"
+        return loss.view(()) if divisor == 1 else loss.view(()) / (counted != IGNORE_INDEX).sum()
+
+
+def shift(labels: Tensor) -> Tensor:
+    """The labels of the next tokens."""
+    return F.pad(labels[..., 1:], (0, 1), value=IGNORE_INDEX)
 
 
 def has_plain_head(model: Any) -> bool:
