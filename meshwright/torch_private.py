@@ -155,6 +155,13 @@ def fsdp_groups(model: nn.Module) -> Iterator[Any]:
             yield from filter(None, state._fsdp_param_groups if has_groups else [state._fsdp_param_group])
 
 
+def reset_sharded_parameters(model: nn.Module) -> None:
+    """Lets FSDP2 take up the sharded parameters of its modules again after they were replaced."""
+    for group in fsdp_groups(model):
+        for parameter in group.fsdp_params:
+            parameter.reset_sharded_param()
+
+
 def keep_reduced_gradients(model: nn.Module) -> None:
     """Lets FSDP2 leave gradients in the dtype of their reduction; by default it casts them to that of parameters."""
 

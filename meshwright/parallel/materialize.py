@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from meshwright.parallel.local_shard import LocalShard, local_shard
 from meshwright.parallel.parallel_spec import parameter_owners
-from meshwright.torch_private import BatchNormBase
+from meshwright.torch_private import BatchNormBase, reset_sharded_parameters
 
 Fill = Callable[[LocalShard, str], None]
 """Writes the initial values of the parameter or buffer of this name into a local shard."""
@@ -53,8 +53,8 @@ class Materializer:
                 name = names[id(tensor)]
                 self.fill_shard(local_shard(tensor), self.copied_from.get(name, name))
         copies = {p for p in module.parameters() if names.get(id(p)) in self.copied_from}
-        masters = round_parameters(module, self.weights)
-        self.masters |= {parameter: master for parameter, master in masters.items() if parameter not in copies}
+        rounded = round_parameters(module, self.weights)
+        self.masters |= {new: master.detach() for master, new in rounded.items() if master not in copies}
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -63,19 +63,17 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_buffers()
 
 
-def round_parameters(module: nn.Module, dtype: torch.dtype) -> dict[nn.Parameter, Tensor]:
-    """Rounds the float32 parameters that require a gradient to a dtype, and returns their values before it. Frozen
-    parameters have no update that a rounding could lose, and autocast rounds them where they are used.
+def round_parameters(module: nn.Module, dtype: torch.dtype) -> dict[nn.Parameter, nn.Parameter]:
+    """Replaces the float32 parameters that require a gradient by their rounding to a dtype, and returns the rounding of
+    each. Frozen parameters have no update that a rounding could lose, and autocast rounds them where they are used.
     """
-    masters: dict[nn.Parameter, Tensor] = {}
+    rounded: dict[nn.Parameter, nn.Parameter] = {}
     if dtype == torch.float32:
-        return masters
-
-    def rounded(tensor: Tensor) -> Tensor:
-        if not isinstance(tensor, nn.Parameter) or not tensor.requires_grad or tensor.dtype != torch.float32:
-            return tensor
-        masters[tensor] = tensor.detach()
-        return tensor.detach().to(dtype)
-
-    module._apply(rounded)
-    return masters
+        return rounded
+    for owner, name, parameter in parameter_owners(module):
+        if parameter.requires_grad and parameter.dtype == torch.float32:
+            if parameter not in rounded:  # a shared parameter stays shared
+                rounded[parameter] = nn.Parameter(parameter.detach().to(dtype))
+            owner._parameters[name] = rounded[parameter]
+    reset_sharded_parameters(module)
+    return rounded

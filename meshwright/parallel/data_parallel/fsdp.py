@@ -87,14 +87,12 @@ class FSDPModel(ParallelModel):
             )
         allocate(module)  # the parameters of no other unit
         ignore_view_warning([module])
-        scalars = find_scalars(module)
-        self.scalars = [scalar for scalar in scalars if scalar.requires_grad]
         fully_shard(
             module,
             mesh=data_mesh,
             reshard_after_forward=reshard,
             mp_policy=mixed_precision_policy(config, first=True),
-            ignored_params=set(scalars),
+            ignored_params=set(find_scalars(module)),
         )
         self.root = as_fsdp_module(module)
         self.block_calls = BlockCalls(block for block in find_blocks(module, spec) if block is not module)
@@ -139,7 +137,7 @@ class FSDPModel(ParallelModel):
 
     def reduce_scalars(self) -> None:
         """Sums the gradients of scalars over data-parallel ranks. FSDP2 cannot shard them, so they are replicated."""
-        for scalar in self.scalars:
+        for scalar in (scalar for scalar in find_scalars(self.module) if scalar.requires_grad):
             scalar.grad = torch.zeros_like(scalar, dtype=scalar.grad_dtype) if scalar.grad is None else scalar.grad
             for group in self.groups:
                 dist.all_reduce(scalar.grad, group=group)
