@@ -52,7 +52,7 @@ MESHWRIGHT_COMPILED = replace(
     ffn_traffic_bytes=4,
     layer_launch_seconds=5e-4,
 )
-FUSED_LOSS = {"loss_chunk_bytes": 512 * 2**20, "loss_traffic_bytes": 8}
+FUSED_LOSS = {"loss_chunk_bytes": 2**31, "loss_traffic_bytes": 8}
 """What a loss by chunks of tokens changes: the logits are written, turned into their gradient in place, and read."""
 
 COMPOSER = gpu_trainer(
