@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu import ceilings, checkpoint_row, numerics, profile_row, start_row
+from benchmarks.gpu import ceilings, checkpoint_row, numerics, start_row
 from benchmarks.gpu.rows import PAIRS
 from benchmarks.gpu.session import TURN_SECONDS, Session, report
 from benchmarks.gpu.shapes import SHAPES, Shape, tiny
@@ -30,7 +30,6 @@ PACKAGES = ("torch", "triton", "transformers", "accelerate", "pytorch-lightning"
 SINGLE = {
     "checkpoint": (checkpoint_row.measure, ("b",), 80.0),
     "start": (start_row.measure, ("a", "b"), 100.0),
-    "profile": (profile_row.measure, ("a", "b", "c"), 30.0),
 }
 """Rows that are not pairs: the function that measures them, their models, and about how many seconds they take."""
 ROWS = ("ceiling", "numerics", *(row.name for row in PAIRS), *SINGLE)
@@ -41,7 +40,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--models", default="a,b,c", help="models to measure: a, b and c, separated by commas")
     parser.add_argument(
         "--rows",
-        default=",".join(name for name in ROWS if name != "profile"),
+        default=",".join(ROWS),
         help=f"rows to measure, such as best or best:a+b for two models: {', '.join(ROWS)}",
     )
     parser.add_argument("--rounds", type=int, default=3, help="turns of each contender of a row")
@@ -51,6 +50,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--quick", action="store_true", help="one round, a quarter of the steps, and a short ceiling")
     parser.add_argument("--tiny", action="store_true", help="tiny models on the CPU: runs the code, measures nothing")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to this file after every row")
+    parser.add_argument("--profile", action="store_true", help="list the kernels of a step of both sides of each pair")
     parser.add_argument("--add", action="store_true", help="keep the rows of FILE that are not measured again")
     parser.add_argument("--write-docs", action="store_true", help="write the tables of docs/speed.md from the result")
     args = parser.parse_args(arguments)
@@ -74,6 +74,7 @@ def main(arguments: list[str]) -> None:
     earlier = json.loads(args.json.read_text()) if args.add and args.json.exists() else {}
     adapt = tiny if args.tiny else with_few_steps if args.quick else with_all_steps
     session = Session(device, rounds, args.budget, args.json, earlier, about(device), adapt)
+    session.profiles = args.profile
     run_rows(session, models, rows, 0.1 if args.tiny else 2.0 if args.quick else 8.0)
     print(json.dumps(session.result, indent=1))
     if args.write_docs:

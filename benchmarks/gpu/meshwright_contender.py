@@ -163,8 +163,8 @@ def process_group_of_one(device: torch.device) -> Iterator[None]:
 class WrappedLoop(MeshwrightLoop):
     """Meshwright with DDP, or with FSDP2, on a single rank, where the trainer would wrap nothing."""
 
-    def __init__(self, shape: Shape, device: torch.device, shard: bool) -> None:
-        settings = ("layout.shard=parameters",) if shard else ()
+    def __init__(self, shape: Shape, device: torch.device, shard: bool, settings: Sequence[str] = ()) -> None:
+        settings = (*settings, "layout.shard=parameters") if shard else settings
         with ExitStack() as patches:
             patches.enter_context(patch("meshwright.parallel.parallelize.wraps_data_parallel", lambda _layout: True))
             if shard:

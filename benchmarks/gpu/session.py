@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.ceilings import utilization
+from benchmarks.gpu.kernel_profile import profile_step
 from benchmarks.gpu.meshwright_contender import MeshwrightLoop
 from benchmarks.gpu.rows import PairRow, Side
 from benchmarks.gpu.shapes import Shape
@@ -42,6 +43,8 @@ class Session:
         self.begin, self.budget = time.monotonic(), budget
         self.result: dict[str, Any] = earlier | about | {"rows": earlier.get("rows", []), "skipped": []}
         self.default: tuple[Shape, Entrant] | None = None
+        self.profiles = False
+        """whether the kernels of a step of both sides are listed"""
 
     def measure(
         self, name: str, model: str, seconds: float, missing: list[str], run: Callable[[], dict[str, Any]]
@@ -92,14 +95,15 @@ class Session:
                     free_memory(self.device)
             ratio = ratios(first.turns[since[0] :], second.turns[since[1] :])
             results = first.result(since[0]), second.result(since[1])
+            profiles = [profile_step(entrant) for entrant in (first, second)] if self.profiles else [{}, {}]
         for result in results:
             result["utilization"] = utilization(result["tflops"], self.result.get("ceilings", {}))
         if row.by_utilization and results[1]["tflops"]:
             ratio = {"median": round(results[0]["tflops"] / results[1]["tflops"], 4)}
         memory = round(results[0]["peak_gib"] / results[1]["peak_gib"], 4) if results[1]["peak_gib"] else None
         return {
-            "first": {"title": row.first.title, **results[0]},
-            "second": {"title": row.second.title, **results[1]},
+            "first": {"title": row.first.title, **results[0], **profiles[0]},
+            "second": {"title": row.second.title, **results[1], **profiles[1]},
             "ratio": ratio,
             "memory_ratio": memory,
             "targets": [*targets(row, shape.name, ratio["median"], memory), *self.targets_to(row, shape.name, ratio)],
