@@ -23,7 +23,7 @@ from meshwright.kernels.triton_runtime import runs_triton
 from meshwright.torch_private import is_fake, resolve_process_group
 
 CHUNK_BYTES = 2**31
-"""The most bytes of the logits of one chunk: on an H200, half as many make the loss of 128,256 tokens of vocabulary 1 to
+"""The most bytes of the logits of one chunk. On an H200, half as many make the loss with a vocabulary of 128,256 1 to
 3 % slower.
 """
 VOCAB_MULTIPLE = 64

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 MAX_WIDTH = 1024
-"""The widest input that is projected by one product. At GPT-2's width of 768, an H200 computes single projections at 530
+"""The widest input that is projected by one product. At the width of 768, an H200 computes single projections at 530
 TFLOP/s and wider products at 700. At a width of 2048 one product gains nothing, and the whole result stays in memory
 for the sake of the values, which are a part of it.
 """
