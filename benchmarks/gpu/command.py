@@ -75,7 +75,7 @@ def main(arguments: list[str]) -> None:
     adapt = tiny if args.tiny else with_few_steps if args.quick else with_all_steps
     session = Session(device, rounds, args.budget, args.json, earlier, about(device), adapt)
     session.profiles = args.profile
-    run_rows(session, models, rows, 0.1 if args.tiny else 2.0 if args.quick else 8.0)
+    run_rows(session, models, rows, 0.1 if args.tiny else 2.0 if args.quick else 4.0)
     print(json.dumps(session.result, indent=1))
     if args.write_docs:
         write_page(session.result)

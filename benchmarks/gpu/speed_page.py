@@ -64,7 +64,7 @@ def machine(result: Result) -> str:
 def throughput(result: Result) -> str:
     """Meshwright and every contender by model."""
 
-    def cells(model: str, side: Row, ratio: str, targets: list[Row]) -> list[str]:
+    def cells(model: str, side: Row, ratio: str, rounds: int | str, targets: list[Row]) -> list[Any]:
         use = side["utilization"]
         return [
             model,
@@ -76,6 +76,7 @@ def throughput(result: Result) -> str:
             f"{use['sustained']:.1%}" if "sustained" in use else "",
             f"{side['peak_gib']:.1f}",
             ratio,
+            rounds,
             describe_targets(targets),
         ]
 
@@ -83,10 +84,11 @@ def throughput(result: Result) -> str:
     for model in SHAPES:
         measured = [row for row in rows_of(result, CONTENDERS) if row["model"] == model]
         if measured:
-            rows.append(cells(f"**{model}**", measured[0]["first"], "", []))
-        rows += [cells(model, row["second"], describe_ratio(row["ratio"]), row["targets"]) for row in measured]
+            rows.append(cells(f"**{model}**", measured[0]["first"], "", "", []))
+        for row in measured:
+            rows.append(cells(model, row["second"], describe_ratio(row["ratio"]), row.get("rounds", 1), row["targets"]))
     head = ("model", "loop", "ms per step", "tokens/s", "TFLOP/s", "MFU, datasheet", "MFU, sustained", "peak GiB")
-    return table((*head, "Meshwright / it", "targets"), rows)
+    return table((*head, "Meshwright / it", "rounds", "targets"), rows)
 
 
 def settings(result: Result) -> str:
@@ -102,12 +104,13 @@ def settings(result: Result) -> str:
             f"{row['second']['step_ms']:.1f}",
             f"{row['second']['peak_gib']:.1f}",
             describe_ratio(row["ratio"]),
+            row["rounds"],
             describe_targets(row["targets"]),
         ]
         for row in rows_of(result, names)
         if "ratio" in row
     ]
-    head = ("model", "first", "ms", "GiB", "second", "ms", "GiB", "speed, first / second", "targets")
+    head = ("model", "first", "ms", "GiB", "second", "ms", "GiB", "speed, first / second", "rounds", "targets")
     return table(head, rows)
 
 
