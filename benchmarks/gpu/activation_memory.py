@@ -11,6 +11,7 @@ import json
 import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 from unittest.mock import patch
@@ -127,7 +128,7 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--steps", type=int, default=12, help="timed steps of each")
     parser.add_argument("--tiny", action="store_true", help="a tiny model on the CPU: runs the code, measures nothing")
     args = parser.parse_args(arguments)
-    shape = tiny(SHAPES["b"]) if args.tiny else SHAPES["b"].with_steps(args.steps)
+    shape = replace(tiny(SHAPES["b"]) if args.tiny else SHAPES["b"], steps=args.steps)
     rows = measure(shape, torch.device("cpu") if args.tiny else torch.device("cuda", 0), args.policies.split(";"))
     print(table(rows), file=sys.stderr)
     print(json.dumps(rows))
