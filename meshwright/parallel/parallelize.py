@@ -145,6 +145,7 @@ class AxisOrder:
         if wraps and self.meshes.dense_mesh is not None:
             parallel_model = FSDPModel(module, spec, self.config, self.meshes, self.materializer.allocate)
             self.materializer.initialize(module)
+            parallel_model.keep_float32_gradients()
             return parallel_model
         self.materializer.allocate(module)
         self.materializer.initialize(module)

@@ -27,7 +27,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from meshwright.config import RunConfig
-from meshwright.config.dtypes import TORCH_NAMES
+from meshwright.config.dtypes import TORCH_NAMES, rounds_weights
 from meshwright.errors import ConfigError
 from meshwright.parallel.data_parallel.rank_agreement import BlockCalls
 from meshwright.parallel.expert_parallel import find_expert_weights
@@ -61,6 +61,7 @@ class FSDPModel(ParallelModel):
         if self.sharding == "parameters" and config.fsdp.ranks_after_forward is not None:
             reshard = config.fsdp.ranks_after_forward if config.fsdp.ranks_after_forward > 1 else False
         data_mesh = meshes.data_mesh
+        self.mesh_size = data_mesh.size()
         units, first_unit = fsdp_units(module, spec)
         # Under expert parallelism, expert weights have a smaller shard group than their block.
         for expert_weights in find_expert_weights(module, spec) if meshes.expert_mesh is not None else []:
@@ -70,7 +71,7 @@ class FSDPModel(ParallelModel):
                 expert_weights,
                 mesh=meshes.expert_data_mesh,
                 reshard_after_forward=reshard,
-                mp_policy=mixed_precision_policy(config, first=False),
+                mp_policy=mixed_precision_policy(config, self.mesh_size, first=False),
                 shard_placement_fn=partial(shard_placement, meshes.expert_data_mesh),
             )
         for unit in units:
@@ -81,7 +82,7 @@ class FSDPModel(ParallelModel):
                 unit,
                 mesh=data_mesh,
                 reshard_after_forward=reshard,
-                mp_policy=mixed_precision_policy(config, first=unit is first_unit),
+                mp_policy=mixed_precision_policy(config, self.mesh_size, first=unit is first_unit),
                 shard_placement_fn=partial(shard_placement, data_mesh),
                 ignored_params=set(find_scalars(*unit)),
             )
@@ -91,7 +92,7 @@ class FSDPModel(ParallelModel):
             module,
             mesh=data_mesh,
             reshard_after_forward=reshard,
-            mp_policy=mixed_precision_policy(config, first=True),
+            mp_policy=mixed_precision_policy(config, self.mesh_size, first=True),
             ignored_params=set(find_scalars(module)),
         )
         self.root = as_fsdp_module(module)
@@ -114,12 +115,15 @@ class FSDPModel(ParallelModel):
             unit.set_modules_to_forward_prefetch(units[index + 1 : index + 1 + ahead])
             unit.set_modules_to_backward_prefetch(units[max(0, index - ahead) : index][::-1])
 
-    def accumulate(self, micro_batches: int) -> None:
-        """Gradients are reduced and accumulated in float32 at least, and rounded weights keep them so."""
-        if not self.micro_batches and any(True for _ in rounded_parameters(self.module)):
+    def keep_float32_gradients(self) -> None:
+        """Lets rounded weights keep the float32 sums of their gradients, if there is more than one rank to sum over."""
+        if self.mesh_size > 1 and any(True for _ in rounded_parameters(self.module)):
             keep_reduced_gradients(self.module)
             for parameter in rounded_parameters(self.module):
                 parameter.grad_dtype = torch.float32
+
+    def accumulate(self, micro_batches: int) -> None:
+        """FSDP2 accumulates in the dtype of the reduction."""
         self.micro_batches = micro_batches
 
     @contextmanager
@@ -187,15 +191,15 @@ def shard_placement(mesh: DeviceMesh, parameter: nn.Parameter) -> Shard:
     return Shard(fsdp_shard_dim(tuple(local.shape), mesh.size(-1)))
 
 
-def mixed_precision_policy(config: RunConfig, first: bool) -> MixedPrecisionPolicy:
+def mixed_precision_policy(config: RunConfig, ranks: int, first: bool) -> MixedPrecisionPolicy:
     """Units are unsharded in the compute dtype, except for the first: the embedding sets the precision of the residual
-    stream. Gradients are reduced in the dtype of the parameters.
+    stream. Gradients are reduced in the dtype of the parameters; one rank has nothing to reduce for rounded weights.
     """
     reduce_dtype = torch.float64 if config.precision.compute == "fp64" else torch.float32
     compute = getattr(torch, TORCH_NAMES[config.precision.compute])
     return MixedPrecisionPolicy(
         param_dtype=None if first or compute == reduce_dtype else compute,
-        reduce_dtype=reduce_dtype,
+        reduce_dtype=None if ranks == 1 and rounds_weights(config) else reduce_dtype,
         cast_forward_inputs=False,
     )
 
