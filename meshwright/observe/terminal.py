@@ -190,12 +190,13 @@ def header(config: RunConfig, folder: Path, attempt: int, start: Event) -> list[
     data = f"{', '.join(start['sources'])}: {start['samples']:,} samples, {start['held_out']:,} held out"
     kind, schedule = start.get("optimizer", optimizer.kind), start.get("schedule", config.schedule.kind)
     update = f"{kind}, lr {optimizer.lr:g} {schedule}, clip {optimizer.clip:g}"
+    precision = start["precision"] + (" with float8" if start.get("float8") else "")
     lines = [
         f"meshwright {__version__}  run {folder}  attempt {attempt}",
         f"  model   {start['parameters']:,} parameters" + (f": {shape}{experts}" if start["decoder"] else ""),
         f"  data    {data}; {start['epoch_steps']:,} steps per epoch",
         f"  batch   {start['batch']}" + (f" ({tokens:,} tokens per step)" if start["decoder"] else ""),
-        f"  train   {config.steps:,} steps, {update}, {start['precision']}, seed {config.seed}",
+        f"  train   {config.steps:,} steps, {update}, {precision}, seed {config.seed}",
         f"  ranks   {start['ranks']} on {start['device']}, {threads}; {start['layout']}; torch {start['torch']}",
         *mesh_lines(start),
         *pipeline_lines(start),

@@ -47,6 +47,7 @@ START = {
     "batch": "global 16 = micro 8 x data-parallel 2 x accumulation 1",
     "device": "cpu",
     "threads": 1,
+    "precision": "fp32",
     "torch": "2.13.0",
     "sources": ["stdlib"],
     "samples": 1000,
