@@ -25,8 +25,8 @@ from benchmarks.gpu.timing import Entrant, free_memory
 from meshwright.parallel.activation_memory import activation_checkpoint
 from meshwright.parallel.activation_memory.activation_checkpoint import ATTENTION, MATMULS
 
-PRODUCTS = ("qkv", "out", "gate", "up", "down")
-"""The matrix products of a block of the Llama on CUDA, in the order of its forward pass."""
+PRODUCTS = ("q", "k", "v", "out", "gate", "up", "down")
+"""The matrix products of a block of the Llama, in the order of its forward pass."""
 FULL, SELECTIVE = "activation_checkpoint.mode=full", "activation_checkpoint.mode=selective"
 SETTINGS: dict[str, tuple[str, ...]] = {
     "none": (),
@@ -41,9 +41,9 @@ SAVED: dict[str, tuple[str, ...]] = {
     "attention, out": ("out",),
     "attention, up": ("up",),
     "attention, out, up": ("out", "up"),
-    "attention, out, gate": ("out", "gate"),
-    "attention, qkv, out": ("qkv", "out"),
-    "attention, qkv, out, up": ("qkv", "out", "up"),
+    "attention, q, v, gate": ("q", "v", "gate"),
+    "attention, q, k, v, out": ("q", "k", "v", "out"),
+    "attention, q, k, v, out, up": ("q", "k", "v", "out", "up"),
     "attention, all products": PRODUCTS,
 }
 POLICIES = (*SETTINGS, *SAVED)
