@@ -26,12 +26,15 @@ class HostMemory:
     """
 
     def __init__(self, size: int, device: torch.device | None) -> None:
-        mapping = mmap.mmap(-1, max(1, size), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        pages = -(-max(1, size) // mmap.PAGESIZE)
+        mapping = mmap.mmap(-1, pages * mmap.PAGESIZE, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.bytes = torch.frombuffer(mapping, dtype=torch.uint8)
         self.locked: Future[None] | None = None
         if device is not None:
             with suppress(AttributeError, OSError):  # not every system has huge pages, which take a tenth of the time
                 mapping.madvise(mmap.MADV_HUGEPAGE)
+            with suppress(AttributeError, OSError):  # a fork would copy locked pages at once
+                mapping.madvise(mmap.MADV_DONTFORK)
             thread = ThreadPoolExecutor(1, thread_name_prefix="host-memory")
             self.locked = thread.submit(lock_pages, self.bytes, device)
             thread.shutdown(wait=False)
@@ -49,7 +52,7 @@ class HostMemory:
 def lock_pages(memory: Tensor, device: torch.device) -> None:
     """Allocate the pages on several threads, then lock them."""
     with ThreadPoolExecutor(TOUCH_THREADS) as threads:
-        list(threads.map(Tensor.zero_, memory.split(TOUCH_BYTES)))
+        list(threads.map(lambda part: part[:: mmap.PAGESIZE].zero_(), memory.split(TOUCH_BYTES)))
     torch.cuda.set_device(device)
     error = int(torch.cuda.cudart().cudaHostRegister(memory.data_ptr(), memory.nbytes, PORTABLE))
     if error:
