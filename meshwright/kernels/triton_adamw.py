@@ -17,6 +17,39 @@ def tensor_at(addresses, index, dtype: tl.constexpr, ALIGNED: tl.constexpr):  # 
 
 
 @triton.jit  # type: ignore[untyped-decorator]
+def adamw_block(  # type: ignore[no-untyped-def]
+    gradient,
+    master,
+    weight,
+    exp_avg,
+    exp_avg_sq,
+    at,
+    inside,
+    divisor,
+    rate,
+    decay,
+    correction1,
+    correction2_sqrt,
+    beta1,
+    beta2,
+    rest1,
+    rest2,
+    eps,
+    WEIGHT: tl.constexpr,
+):
+    """Updates the elements `at`, of those that are `inside`; None: all of them."""
+    value = tl.load(master + at, mask=inside)
+    slope = tl.load(gradient + at, mask=inside).to(tl.float32) / divisor
+    mean = beta1 * tl.load(exp_avg + at, mask=inside) + rest1 * slope
+    square = beta2 * tl.load(exp_avg_sq + at, mask=inside) + rest2 * slope * slope
+    value = decay * value - rate / correction1 * mean / (tl.sqrt(square) / correction2_sqrt + eps)
+    tl.store(exp_avg + at, mean, mask=inside)
+    tl.store(exp_avg_sq + at, square, mask=inside)
+    tl.store(master + at, value, mask=inside)
+    tl.store(weight + at, value.to(WEIGHT), mask=inside)
+
+
+@triton.jit  # type: ignore[untyped-decorator]
 def adamw_kernel(  # type: ignore[no-untyped-def]
     addresses,
     gradients,
@@ -50,14 +83,16 @@ def adamw_kernel(  # type: ignore[no-untyped-def]
     rate = lr * tl.load(factors + 2 * parameter)
     decay = 1.0 - rate * tl.load(factors + 2 * parameter + 1)
     correction1, correction2_sqrt = tl.load(corrections + 2 * parameter), tl.load(corrections + 2 * parameter + 1)
-    at = block.to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    inside = at < tl.load(sizes + parameter)
-    value = tl.load(master + at, mask=inside)
-    slope = tl.load(gradient + at, mask=inside).to(tl.float32) / divisor
-    mean = beta1 * tl.load(exp_avg + at, mask=inside) + rest1 * slope
-    square = beta2 * tl.load(exp_avg_sq + at, mask=inside) + rest2 * slope * slope
-    value = decay * value - rate / correction1 * mean / (tl.sqrt(square) / correction2_sqrt + eps)
-    tl.store(exp_avg + at, mean, mask=inside)
-    tl.store(exp_avg_sq + at, square, mask=inside)
-    tl.store(master + at, value, mask=inside)
-    tl.store(weight + at, value.to(WEIGHT), mask=inside)
+    begin = block.to(tl.int64) * BLOCK
+    at, size = begin + tl.arange(0, BLOCK), tl.load(sizes + parameter)
+    # Without a mask, a thread reads and writes 16 bytes at once.
+    if begin + BLOCK <= size:
+        adamw_block(
+            gradient, master, weight, exp_avg, exp_avg_sq, at, None, divisor, rate, decay, correction1,
+            correction2_sqrt, beta1, beta2, rest1, rest2, eps, WEIGHT,
+        )  # fmt: skip
+    else:
+        adamw_block(
+            gradient, master, weight, exp_avg, exp_avg_sq, at, at < size, divisor, rate, decay, correction1,
+            correction2_sqrt, beta1, beta2, rest1, rest2, eps, WEIGHT,
+        )  # fmt: skip
