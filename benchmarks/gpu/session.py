@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from benchmarks.gpu.ceilings import utilization
 from benchmarks.gpu.kernel_profile import profile_step
 from benchmarks.gpu.meshwright_contender import MeshwrightLoop
 from benchmarks.gpu.rows import PairRow, Side
@@ -96,8 +95,6 @@ class Session:
             ratio = ratios(first.turns[since[0] :], second.turns[since[1] :])
             results = first.result(since[0]), second.result(since[1])
             profiles = [profile_step(entrant) for entrant in (first, second)] if self.profiles else [{}, {}]
-        for result in results:
-            result["utilization"] = utilization(result["tflops"], self.result.get("ceilings", {}))
         if row.by_utilization and results[1]["tflops"]:
             ratio = {"median": round(results[0]["tflops"] / results[1]["tflops"], 4)}
         memory = round(results[0]["peak_gib"] / results[1]["peak_gib"], 4) if results[1]["peak_gib"] else None

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks.gpu.ceilings import utilization
 from benchmarks.gpu.shapes import SHAPES
 
 ROOT = Path(__file__).parents[2]
@@ -52,11 +53,12 @@ def machine(result: Result) -> str:
         f"Measured on {result['date']} on one {result['device']} ({result['memory_gib']} GiB) with {packages}, "
         f"CUDA {result['cuda']}, cuDNN {result['cudnn']} and Python {result['python']}."
     ]
-    if ceilings:
+    if sustained := ceilings.get("matmul_sustained_tflops"):
+        burst = ceilings.get("matmul_burst_tflops")
         lines.append(
             f"A bfloat16 product of matrices of {ceilings['matmul_size']} x {ceilings['matmul_size']} reaches "
-            f"{ceilings['matmul_burst_tflops']:.0f} TFLOP/s in a burst and {ceilings['matmul_sustained_tflops']:.0f} "
-            f"TFLOP/s sustained at the power limit of the card; the datasheet says {ceilings['datasheet_tflops']:.0f}."
+            f"{f'{burst:.0f} TFLOP/s in a burst and ' if burst else ''}{sustained:.0f} TFLOP/s sustained at the power "
+            f"limit of the card; the datasheet says {ceilings['datasheet_tflops']:.0f}."
         )
     return "\n".join(lines) + "\n"
 
@@ -65,7 +67,7 @@ def throughput(result: Result) -> str:
     """Meshwright and every contender by model."""
 
     def cells(model: str, side: Row, ratio: str, rounds: int | str, targets: list[Row]) -> list[Any]:
-        use = side["utilization"]
+        use = utilization(side["tflops"], result.get("ceilings", {}))
         return [
             model,
             side["title"],
