@@ -171,7 +171,6 @@ def keep_reduced_gradients(model: nn.Module) -> None:
 
     for group in fsdp_groups(model):
         group._init_mp_dtypes = partial(init_without_cast, group, group._init_mp_dtypes)
-        group._orig_dtype = None  # a forward pass has initialized it already, as that which chooses attention
 
 
 def fsdp_tensors(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
