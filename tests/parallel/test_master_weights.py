@@ -114,6 +114,10 @@ def run_steps(world: World, layout: Layout, options: list[str], micro_batches: i
     model = build_parallel_model(config, layout, None, precision, world)
     optimizer = build_optimizer(model.parameters(), config.optimizer, layout, world, masters=model.masters)
     generator, norms, dtypes = torch.Generator().manual_seed(7), [], set()
+    tokens = torch.zeros(2, 8, dtype=torch.int64)
+    with torch.no_grad(), precision.autocast(), model.micro_step(last=True):  # a pass outside of a step changes nothing
+        model.forward_loss(tokens, tokens)
+    model.reshard()
     for _ in range(2):
         batches = [torch.randint(0, 200, (4, 8), generator=generator) for _ in range(micro_batches)]
         local = [t.chunk(layout.data_degree)[layout.data_coordinate(world.rank)] for t in batches]

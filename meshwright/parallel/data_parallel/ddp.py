@@ -134,15 +134,18 @@ def reduce_bucket(state: DDPModel, bucket: dist.GradBucket) -> torch.futures.Fut
 
 
 def bucket_message(state: ReplicatedModel, bucket: GradientBucket) -> Tensor:
-    """Returns the tensor to all-reduce for a bucket, in float32 at least unless it is compressed, and counts it."""
+    """Returns the tensor to all-reduce for a bucket, and counts it. Unless it is compressed, it is summed in float32 at
+    least, if there is anything to sum.
+    """
     gradient = bucket.buffer()
-    local = gradient.to(torch.promote_types(gradient.dtype, torch.float32))
+    wide = torch.promote_types(gradient.dtype, torch.float32)
+    local = gradient.to(wide) if state.world.size > 1 or state.accumulated else gradient
     for parameter, view in zip(bucket.parameters(), bucket.gradients(), strict=True) if state.accumulated else ():
         start = view.storage_offset() - gradient.storage_offset()
         local[start : start + view.numel()] += state.accumulated[parameter].view(-1)
         state.accumulated[parameter].zero_()
     reduction = state.reduction
-    square = torch.linalg.vector_norm(local).square()
+    square = torch.linalg.vector_norm(local, dtype=wide).square()
     reduction.local_square = square if reduction.local_square is None else reduction.local_square + square
     if bucket.index() == 0:
         state.buckets.clear()  # DDP builds new buckets after its first backward pass
