@@ -47,7 +47,7 @@ def start_record(
         "layout": str(job.layout),
         "shard": job.config.layout.shard,
         "inferred": list(job.custom.inferred if job.custom is not None else ()),
-        "notes": unused_settings(job.config, own_model=job.custom is not None)
+        "notes": unused_settings(job.given or job.config, own_model=job.custom is not None)
         + source_notes(job.sources)
         + list(job.custom.notes if job.custom is not None else ())
         + (["float8 is emulated on CPU"] if job.config.precision.float8 and world.device.type == "cpu" else []),
