@@ -135,3 +135,20 @@ def test_calls_of_attention_are_counted_by_their_arguments():
             F.scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=True)
         F.scaled_dot_product_attention(q, q, q)
     assert sorted(calls.counts.values()) == [1, 3]
+
+
+def test_model_that_cannot_be_compiled_as_a_whole_keeps_its_blocks(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: None)
+    compiled = SimpleNamespace(forward="with blocks")
+    times = iter([2000.0])
+
+    def compile_whole(model, _budget):
+        model.forward = "whole"
+
+    monkeypatch.setattr(module, "compile_whole", compile_whole)
+    monkeypatch.setattr(module, "time_passes", lambda _step, _inputs: next(times))  # the second raises StopIteration
+    config = small_config(ranks=1, steps=100_000)
+    job = SimpleNamespace(config=config, first_step=0, batch=SimpleNamespace(accumulation=1))
+    step = SimpleNamespace(parallel_model=SimpleNamespace(module=compiled))
+    assert module.time_scopes(job, step, ()) == {"block": 2000.0, "model": None}
+    assert compiled.forward == "with blocks"
