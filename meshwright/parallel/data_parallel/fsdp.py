@@ -98,7 +98,8 @@ class FSDPModel(ParallelModel):
         self.root = as_fsdp_module(module)
         self.block_calls = BlockCalls(block for block in find_blocks(module, spec) if block is not module)
         for unit_module in self.units():
-            unit_module.set_gradient_divide_factor(1.0)
+            if self.mesh_size > 1:  # one rank would copy its gradients to divide them by 1
+                unit_module.set_gradient_divide_factor(1.0)
             unit_module.set_force_sum_reduction_for_comms(True)
             if config.ddp.find_unused_parameters:
                 allow_unused_parameters(unit_module)
