@@ -145,8 +145,9 @@ def bucket_message(state: ReplicatedModel, bucket: GradientBucket) -> Tensor:
         local[start : start + view.numel()] += state.accumulated[parameter].view(-1)
         state.accumulated[parameter].zero_()
     reduction = state.reduction
-    square = torch.linalg.vector_norm(local, dtype=wide).square()
-    reduction.local_square = square if reduction.local_square is None else reduction.local_square + square
+    if state.world.size > 1:  # the gradient of one rank is that of the global batch
+        square = torch.linalg.vector_norm(local, dtype=wide).square()
+        reduction.local_square = square if reduction.local_square is None else reduction.local_square + square
     if bucket.index() == 0:
         state.buckets.clear()  # DDP builds new buckets after its first backward pass
     state.buckets[bucket.index()] = gradient
