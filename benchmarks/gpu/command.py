@@ -103,7 +103,9 @@ def run_rows(session: Session, models: list[str], rows: dict[str, set[str]], cei
         for row in PAIRS:
             if row.name in wanted and model in row.models:
                 estimate = row.setup_seconds + session.rounds * 2 * TURN_SECONDS
-                session.measure(row.name, model, estimate, row.missing(), partial(session.pair, row, shape))
+                session.measure(
+                    row.name, model, estimate, row.missing(session.device), partial(session.pair, row, shape)
+                )
         session.leave_default()
         for name, (measure, known, estimate) in SINGLE.items():
             if name in wanted and model in known:

@@ -14,6 +14,7 @@ from benchmarks.gpu.plain_loops import BestLoop, EagerLoop
 from benchmarks.gpu.shapes import DENSE, EXPERTS, Shape
 from benchmarks.gpu.timing import Contender
 from benchmarks.gpu.transformers_contenders import AccelerateLoop, LightningLoop
+from meshwright.kernels.triton_runtime import runs_triton
 
 Make = Callable[[Shape, torch.device], Contender]
 ALL = ("a", "b", "c")
@@ -47,14 +48,16 @@ class PairRow:
     max_memory: dict[str, float] = field(default_factory=dict)
     """model -> the largest ratio of peak memory that is a success"""
     packages: tuple[str, ...] = ()
+    needs_triton: bool = False
     setup_seconds: float = 12.0
     """what building and compiling takes on an H200, for `--budget`"""
     by_utilization: bool = False
     """whether the ratio is that of the utilization instead of the speed, for models that differ"""
 
-    def missing(self) -> list[str]:
-        """The packages that this row needs and that are not installed."""
-        return [package for package in self.packages if importlib.util.find_spec(package) is None]
+    def missing(self, device: torch.device) -> list[str]:
+        """What this row needs and is not there: packages, and Triton for the device."""
+        packages = [package for package in self.packages if importlib.util.find_spec(package) is None]
+        return packages + [f"Triton for {device.type}"] * (self.needs_triton and not runs_triton(device))
 
 
 def variant(title: str, *settings: str) -> Side:
@@ -81,7 +84,7 @@ PAIRS = (
         ALL,
         dict.fromkeys(ALL, 1.0),
         max_memory=dict.fromkeys(ALL, 1.0),
-        packages=("triton",),
+        needs_triton=True,
     ),
     PairRow("eager", DEFAULT, Side("plain eager loop", EagerLoop), setup_seconds=4),
     PairRow(

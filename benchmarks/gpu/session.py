@@ -53,7 +53,7 @@ class Session:
         """
         elapsed = time.monotonic() - self.begin
         if missing:
-            return self.skip(name, model, f"not installed: {', '.join(missing)}")
+            return self.skip(name, model, f"missing: {', '.join(missing)}")
         if elapsed + seconds > self.budget:
             return self.skip(name, model, f"about {seconds:.0f} s do not fit in {self.budget - elapsed:.0f} s")
         begin = time.monotonic()
