@@ -7,6 +7,7 @@ from typing import Literal
 
 from meshwright.config.parallelism import SPLIT_BACKWARD_SCHEDULES
 from meshwright.config.run_config import RunConfig
+from meshwright.errors import ConfigError
 
 DeviceType = Literal["cpu", "cuda"]
 
@@ -18,7 +19,8 @@ def with_device_defaults(config: RunConfig, device: DeviceType, own_model: bool 
     """
     precision, compile_, kernels, on_cuda = config.precision, config.compile, config.kernels, device == "cuda"
     compute = precision.compute if precision.compute != "auto" else "bf16" if on_cuda else "fp32"
-    weights = (precision.weights or ("bf16" if on_cuda else "fp32")) if compute == "bf16" else "fp32"
+    rounds = on_cuda and not config.optimizer.cpu_offload
+    weights = (precision.weights or ("bf16" if rounds else "fp32")) if compute == "bf16" else "fp32"
     precision = replace(
         precision,
         compute=compute,
@@ -32,6 +34,19 @@ def with_device_defaults(config: RunConfig, device: DeviceType, own_model: bool 
         compile_ = replace(compile_, enabled=on_cuda and not splits_backward and not replaces_attention)
     kernels = replace(kernels, loss=kernels.loss or ("fused" if on_cuda else "torch"))
     return replace(config, precision=precision, compile=compile_, kernels=kernels)
+
+
+def require_bf16(given: RunConfig, config: RunConfig) -> None:
+    """Raises a ConfigError if the given config asks for bf16 weights or a bf16 residual stream, and the run computes in
+    another precision.
+    """
+    compute = config.precision.compute
+    for key in ("weights", "residual"):
+        if getattr(given.precision, key) == "bf16" and compute != "bf16":
+            raise ConfigError(
+                f"precision.{key} = bf16 needs precision.compute = bf16, and the run computes in {compute}",
+                f"expected precision.compute = bf16, or precision.{key} unset",
+            )
 
 
 def is_resolved(config: RunConfig) -> bool:

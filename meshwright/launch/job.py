@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from meshwright.config import RunConfig, fingerprint, identity, placement
-from meshwright.config.device_defaults import with_device_defaults
+from meshwright.config.device_defaults import require_bf16, with_device_defaults
 from meshwright.data.token_files import raise_if_changed
 from meshwright.errors import ConfigError, MeshwrightError, PeerError, StoppedBySignal, describe_exception
 from meshwright.launch.environment import started_by_torchrun
@@ -62,6 +62,7 @@ def make_job(
     if user.model is None:
         config = take_initial_model(config)
     given, config = config, with_device_defaults(config, device_type(config.launch), user.model is not None)
+    require_bf16(given, config)
     layout, batch = validate(config, own_model=user.model is not None)
     if layout.ranks > MAX_RANKS_PER_HOST and not started_by_torchrun():
         raise ConfigError(

@@ -92,14 +92,10 @@ UNUSED_SETTINGS = (
         lambda config, _layout: "" if config.precision.compute == "fp16" else "precision.compute is not fp16",
     ),
     UnusedSettings(
-        ("precision.weights", "precision.residual"),
-        lambda config, _layout: "" if config.precision.compute in ("bf16", "auto") else "precision.compute is not bf16",
-    ),
-    UnusedSettings(
         ("precision.weights",),
         lambda config, _layout: (
             "optimizer.cpu_offload = true"
-            if config.optimizer.cpu_offload and config.precision.compute in ("bf16", "auto")
+            if config.optimizer.cpu_offload and config.precision.weights == "bf16"
             else ""
         ),
     ),

@@ -5,8 +5,14 @@ from __future__ import annotations
 import pytest
 
 from meshwright.config import identity, load_config
-from meshwright.config.device_defaults import is_resolved, with_device_defaults, without_device_defaults
+from meshwright.config.device_defaults import (
+    is_resolved,
+    require_bf16,
+    with_device_defaults,
+    without_device_defaults,
+)
 from meshwright.config.parallelism import SPLIT_BACKWARD_SCHEDULES
+from meshwright.errors import ConfigError
 from meshwright.topology.schedules import SCHEDULES
 
 KEYS = (
@@ -58,3 +64,17 @@ def test_run_file_keeps_what_was_unset_except_for_the_identity():
     written = without_device_defaults(with_device_defaults(given, "cuda"), given)
     assert values(written) == ["bf16", None, None, None, None]
     assert identity(written) == identity(with_device_defaults(given, "cuda"))
+
+
+def test_bf16_weights_without_bf16_compute_are_refused():
+    given = load_config(overrides=["--precision.weights=bf16"])
+    require_bf16(given, with_device_defaults(given, "cuda"))
+    with pytest.raises(
+        ConfigError, match="weights = bf16 needs precision.compute = bf16, and the run computes in fp32"
+    ):
+        require_bf16(given, with_device_defaults(given, "cpu"))
+
+
+def test_offloaded_update_keeps_float32_weights_by_default():
+    given = load_config(overrides=["--optimizer.cpu_offload=true"])
+    assert with_device_defaults(given, "cuda").precision.weights == "fp32"
