@@ -55,7 +55,8 @@ class PrecisionConfig:
     """dtype of forward and backward; auto: bf16 on CUDA, fp32 on CPU; fp16 uses dynamic loss scaling"""
     weights: Annotated[Literal["fp32", "bf16"] | None, PLACEMENT] = None
     """with compute = bf16, dtype of the weights in the model: bf16 keeps float32 master weights in the optimizer, and
-    fp32 casts the weights in every forward pass (autocast); unset: bf16 on CUDA, fp32 on CPU and with optimizer.cpu_offload
+    fp32 casts the weights in every forward pass (autocast); unset: bf16 on CUDA unless optimizer.cpu_offload is set,
+    fp32 on CPU
     """
     residual: Annotated[Literal["fp32", "bf16"] | None, PLACEMENT] = None
     """with compute = bf16, dtype of the residual stream of built-in models; unset: that of `weights`"""

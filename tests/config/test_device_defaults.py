@@ -69,9 +69,7 @@ def test_run_file_keeps_what_was_unset_except_for_the_identity():
 def test_bf16_weights_without_bf16_compute_are_refused():
     given = load_config(overrides=["--precision.weights=bf16"])
     require_bf16(given, with_device_defaults(given, "cuda"))
-    with pytest.raises(
-        ConfigError, match="weights = bf16 needs precision.compute = bf16, and the run computes in fp32"
-    ):
+    with pytest.raises(ConfigError, match="and the run computes in fp32"):
         require_bf16(given, with_device_defaults(given, "cpu"))
 
 
