@@ -74,8 +74,10 @@ def test_offloaded_inputs_change_no_bit_and_are_fetched_one_block_ahead():
 def test_host_buffers_are_reused_by_later_steps():
     offload, blocks = ActivationOffload(), layers()
     run(blocks, offload.wrap)
-    addresses = {buffer.data_ptr() for free in offload.buffers.values() for buffer in free}
+    buffers = [buffer for free in offload.buffers.values() for buffer in free]
+    addresses = {buffer.data_ptr() for buffer in buffers}
     assert len(addresses) == LAYERS
+    assert not any(buffer.requires_grad for buffer in buffers)
     for _ in range(2):
         run(blocks, offload.wrap)
     assert {buffer.data_ptr() for free in offload.buffers.values() for buffer in free} == addresses

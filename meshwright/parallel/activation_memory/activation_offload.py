@@ -103,6 +103,8 @@ class ActivationOffload:
             copy.tensor = torch.empty_like(copy.host, device=copy.device)
             with self.beside(copy):
                 copy.tensor.copy_(copy.host, non_blocking=True)
+                if copy.device.type == "cuda":  # an interrupted backward pass may free it before the copy ends
+                    copy.tensor.record_stream(torch.cuda.current_stream())
         return copy.tensor
 
     def free(self, copy: HostCopy) -> None:
@@ -111,8 +113,8 @@ class ActivationOffload:
         copy.tensor = None
 
     def wait(self, copy: HostCopy) -> None:
-        if copy.copied is not None:
-            torch.cuda.current_stream(copy.device).wait_event(copy.copied)
+        if copy.copied is not None:  # not `Stream.wait_event`, which is timed as a wait for other ranks
+            copy.copied.wait(torch.cuda.current_stream(copy.device))
 
     @contextmanager
     def beside(self, copy: HostCopy) -> Iterator[None]:
