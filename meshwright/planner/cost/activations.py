@@ -91,6 +91,11 @@ class ActivationSettings:
         """Bytes per element of sums and of the loss: float32 or wider."""
         return max(4.0, self.compute_bytes)
 
+    @property
+    def input_bytes(self) -> float:
+        """Bytes per element of the input of a matmul that is saved for backward."""
+        return 1.0 if self.trainer.saves_quantized_inputs else self.compute_bytes
+
     def residual_stream(self, width: int) -> float:
         """Bytes of the residual stream of one micro-batch."""
         return self.residual_tokens * width * self.residual_bytes
@@ -224,7 +229,7 @@ def matmul_inputs(model: Architecture, settings: ActivationSettings, matmuls: in
     else:
         casts = not settings.trainer.fused_kernels and settings.compute_bytes != settings.residual_bytes
         copies = matmuls if casts else 1
-    return copies * tokens * model.width * settings.compute_bytes
+    return copies * tokens * model.width * settings.input_bytes
 
 
 def module_output(model: Architecture, settings: ActivationSettings) -> float:
@@ -255,7 +260,8 @@ def attention_activations(model: Architecture, settings: ActivationSettings) -> 
     if not trainer.flash_attention:
         scores = tokens * settings.sequence / layout.context * model.heads * (2 * e + 1 if trainer.dropout_masks else e)
     inputs = matmul_inputs(model, settings, 3) + head_norm_activations(model, settings)
-    saved = inputs + qkvo + tokens * token_layout * e + settings.tokens * latent * e + scores
+    quantized = tokens * values if trainer.saves_quantized_inputs else 0.0  # the output of attention, once more
+    saved = inputs + qkvo + tokens * token_layout * e + settings.tokens * latent * e + scores + quantized
     output_gradients = tokens * (queries + keys) * e + settings.tokens * model.width * e
     materializes_scores = ring and (settings.on_cpu or settings.has_documents)
     backward_peak = 0.0
@@ -287,6 +293,8 @@ def ffn_activations(model: Architecture, settings: ActivationSettings, moe: bool
         inner = settings.tokens * model.ffn * e / layout.tensor
         up_matmuls = model.ffn_matrices - 1
         saved = matmul_inputs(model, settings, up_matmuls) + saved_per_inner * inner
+        if settings.trainer.saves_quantized_inputs:  # the input of the last matmul
+            saved -= inner * (1 - settings.input_bytes / e)
         output_gradients = up_matmuls * inner + settings.tokens * model.width * e
         return ModuleActivations(
             saved, up_matmuls * inner + module_output(model, settings), output_gradients, 2 * inner

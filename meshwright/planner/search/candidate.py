@@ -11,7 +11,7 @@ from meshwright.errors import ConfigError
 from meshwright.models.registry import validate_family
 from meshwright.planner.hardware.cluster import Cluster
 from meshwright.planner.workload.own_trainer import own_trainer
-from meshwright.planner.workload.planned_job import PlannedJob
+from meshwright.planner.workload.planned_job import PlannedJob, matmul_precision
 from meshwright.planner.workload.traced_model import TracedModel
 from meshwright.planner.workload.workload import Workload
 from meshwright.topology import schedules
@@ -64,7 +64,7 @@ def candidate_job(work: Workload, cluster: Cluster, candidate: Candidate) -> Pla
         batch,
         work.sequence,
         candidate.sharding,
-        work.precision,
+        matmul_precision(config, cluster) if work.base_config is not None else work.precision,
         candidate.activation_checkpoint,
         1,
         candidate.schedule,

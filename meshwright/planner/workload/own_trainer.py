@@ -20,7 +20,11 @@ def own_trainer(config: RunConfig, layout: Layout, micro_steps: int) -> TrainerP
         gradient_bytes = 4 if uses_fsdp(layout) or micro_steps > 1 else 2
         fields |= {"parameter_bytes": 2, "master_bytes": 4, "gradient_bytes": gradient_bytes, "recast_traffic_bytes": 0}
     if config.precision.residual == "bf16":
-        fields |= {"residual_bytes": 0, "stage_output_bytes": 2}
+        fields |= {"residual_bytes": 0, "stage_output_bytes": 2, "fixed_step_seconds": 2e-3}
+        if config.compile.enabled:
+            fields |= {"residual_traffic_bytes": 8}
+    if config.precision.float8:
+        fields |= {"saves_quantized_inputs": True}
     if config.kernels.loss == "fused":
         fields |= FUSED_LOSS
     return replace(MESHWRIGHT_COMPILED if config.compile.enabled else MESHWRIGHT, **fields)

@@ -19,6 +19,11 @@ from meshwright.topology.layout import Layout, stages_per_rank
 from meshwright.topology.schedules import find_schedule
 
 
+def matmul_precision(config: RunConfig, cluster: Cluster) -> str:
+    """The precision of the matrix products with weights, which a CPU emulates if it is float8."""
+    return "fp8" if config.precision.float8 and not cluster.device.is_cpu else config.precision.compute
+
+
 @dataclass(frozen=True)
 class PlannedJob:
     """Everything that step time, memory and communication volume depend on."""
@@ -70,7 +75,7 @@ class PlannedJob:
             batch,
             traced.sequence if traced else config.data.sequence,
             config.layout.shard,
-            config.precision.compute,
+            matmul_precision(config, cluster),
             config.activation_checkpoint.mode,
             config.activation_checkpoint.segment,
             config.pipeline.schedule,

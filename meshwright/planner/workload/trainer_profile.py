@@ -39,6 +39,8 @@ class TrainerProfile:
     """expert parallelism also uses the ranks of the tensor axis"""
     deduplicates_tokens: bool = False
     """a token that is routed to several experts of another node is sent to that node once"""
+    saves_quantized_inputs: bool = False
+    """matmuls that run in 8 bits save their inputs for backward in 8 bits"""
     all_reduces_gradients: bool = False
     """gradients of a sharded optimizer are all-reduced, not reduce-scattered"""
     single_adapter_gathers: bool = False
