@@ -127,7 +127,7 @@ class ActivationCheckpointConfig:
 
     mode: Annotated[Literal["none", "full", "selective"], PLACEMENT] = "none"
     """full recomputes every block; selective recomputes everything in a block except attention, reduce-scatters and
-    half of the results of matmuls
+    half of the matmul results, by size
     """
     segment: Annotated[Degree, PLACEMENT] = 1
     """with mode = full: number of consecutive blocks that are recomputed together; peak memory is lowest near
@@ -151,8 +151,8 @@ class CompileConfig:
     """compile the model with torch.compile; unset: true on CUDA where it is supported, false on CPU"""
     scope: Annotated[Literal["block", "model"] | None, PLACEMENT] = None
     """block compiles every block by itself, which takes seconds; model compiles the whole model, which takes longer and
-    is faster for small models; unset: block, or what is measured to be faster at the start of a run that is long enough
-    for it to pay
+    is faster for small models; unset: block; a run on one CUDA device that is long enough measures both at its start,
+    and uses the faster one
     """
 
 
@@ -162,7 +162,8 @@ class KernelsConfig:
 
     attention: Annotated[Literal["flash", "cudnn", "efficient", "math"] | None, PLACEMENT] = None
     """backend of scaled_dot_product_attention; unset: on CUDA the one that is measured to be fastest at the start of a
-    run, on CPU torch's choice
+    run (with precision.deterministic = true: cudnn if nvidia-cudnn-frontend is installed, otherwise flash), on CPU
+    torch's choice
     """
     loss: Annotated[Literal["fused", "torch"] | None, PLACEMENT] = None
     """fused computes output projection and cross-entropy in chunks of tokens and never keeps the logits; torch computes

@@ -52,7 +52,9 @@ class PrecisionConfig:
     """Mixed precision. Master weights and optimizer state are float32, or float64 with compute = fp64."""
 
     compute: Literal["auto", "fp32", "bf16", "fp16", "fp64"] = "auto"
-    """dtype of forward and backward; auto: bf16 on CUDA, fp32 on CPU; fp16 uses dynamic loss scaling"""
+    """dtype of forward and backward; auto: bf16 on CUDA, fp32 on CPU, and a run that moves from one to the other needs
+    the value that it began with; fp16 uses dynamic loss scaling
+    """
     weights: Annotated[Literal["fp32", "bf16"] | None, PLACEMENT] = None
     """with compute = bf16, dtype of the weights in the model: bf16 keeps float32 master weights in the optimizer, and
     fp32 casts the weights in every forward pass (autocast); unset: bf16 on CUDA unless optimizer.cpu_offload is set,
@@ -62,7 +64,7 @@ class PrecisionConfig:
     """with compute = bf16, dtype of the residual stream of built-in models; unset: that of `weights`"""
     float8: bool = False
     """compute the linear layers of blocks in float8 with one scale per row; weights, gradients and optimizer state keep
-    their dtypes; needs compute = bf16 and a GPU of compute capability 8.9 or newer
+    their dtypes; needs compute = bf16, and on CUDA a GPU of compute capability 8.9 or newer; on CPU it is emulated
     """
     tf32: bool = False
     """with compute = fp32, let CUDA compute matmuls in TF32, which has 10 bits of mantissa"""
@@ -71,8 +73,9 @@ class PrecisionConfig:
     scale_interval: PositiveInt = 1000
     """fp16: finite steps in a row after which the loss scale is doubled"""
     deterministic: bool | None = None
-    """use deterministic algorithms: equal runs and resumes are bitwise equal, and an operator without a deterministic
-    implementation is an error; unset: true on CPU, where they cost nothing, and false on CUDA, where they do
+    """use deterministic algorithms: equal runs and resumes on the same layout and device are bitwise equal, and an
+    operator without a deterministic implementation is an error; unset: true on CPU, where they cost nothing,
+    and false on CUDA, where they cost time
     """
 
 

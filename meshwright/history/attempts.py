@@ -40,7 +40,7 @@ class AttemptHistory:
     """the start record of rank 0; empty if there is none"""
     restored: Event | None = None
     choices: str = ""
-    """what rank 0 uses of what it has measured at its start, in one line"""
+    """the attention backend and the compile scope of rank 0, in one line; empty on CPU"""
     end: Event | None = None
     """the end record of rank 0"""
     steps_recorded: tuple[int, int] | None = None

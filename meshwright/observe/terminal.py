@@ -110,7 +110,10 @@ class Terminal:
         self.print(event["summary"], "dim")
 
     def _unfused_loss(self, event: Event) -> None:
-        self.print(f"the loss keeps the logits of the whole batch: {event['reason']}", "yellow")
+        self.print(
+            f"the head and the loss are not fused, and the logits of a micro-batch are kept: {event['reason']}",
+            "yellow",
+        )
 
     def _extended(self, event: Event) -> None:
         change = f"learning rate {event['lr']:.3e} instead of {event['lr_before']:.3e}"

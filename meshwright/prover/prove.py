@@ -36,7 +36,7 @@ from meshwright.prover.custom.family_model import (
 )
 from meshwright.prover.custom.proof import CustomProof
 from meshwright.prover.custom.subject import Subject
-from meshwright.prover.device.check import check_device, require_device
+from meshwright.prover.device.check import DEVICE_AXES, check_device, require_device
 from meshwright.prover.frozen_parameters import check_frozen
 from meshwright.prover.initialization import check_initialization
 from meshwright.prover.optimizer_updates import check_optimizer
@@ -133,7 +133,7 @@ def certify(
 ) -> dict[str, Any]:
     """Runs every check on this machine, passes each result to `on_result`, and returns the certificate. With `custom`,
     the user's own model is proven as it is; `sources` are its data, by default those of the config. `on_device` adds
-    the check of every axis on CUDA, for a model that has a reference.
+    the check of every axis on CUDA; for a model without an independent reference, the axes are listed as not proven.
     """
     require_built_in_update(config, "prove")
     if on_device:
@@ -150,6 +150,7 @@ def certify(
         custom = replace(custom, batch=find_structure(opened[0], custom.collate))  # read where its check refuses it
         proof = CustomProof(config, Subject(custom, opened))
         checks = proof.checks()
+        left_open += [DEVICE_AXES] if on_device else []
         if config.lora.enabled:
             checks = {**checks, "frozen": lambda config, _full: check_frozen(config)}
     elif on_device:

@@ -13,6 +13,7 @@ from typing import Any
 
 from meshwright.config import RunConfig, config_to_toml, fingerprint, identity, placement
 from meshwright.config.device_defaults import with_device_defaults
+from meshwright.config.dtypes import COMPUTE_BYTES
 from meshwright.data.source import Source
 from meshwright.data.stream import Stream
 from meshwright.errors import ConfigError, IdentityError
@@ -125,9 +126,12 @@ def check_run_folder(
         extend = (
             f"--steps {steps_before} or more (a run can be extended, not shortened), " if steps < steps_before else ""
         )
+        compute = values.get("precision.compute")  # the default depends on the device
+        moved = compute in tuple(COMPUTE_BYTES) and compute != record["identity"].get("precision.compute")
+        keep = f"--precision.compute={compute} to keep the precision of the run, " if moved else ""
         raise IdentityError(
             f"run folder {folder.root} belongs to another run: {differences}",
-            f"try {extend}another --run DIR, --fresh to set the old run aside, or --fork to continue from it",
+            f"try {extend}{keep}another --run DIR, --fresh to set the old run aside, or --fork to continue from it",
         )
     if changes and changes != [NO_CODE_RECORD] and not accept_code:
         raise IdentityError(

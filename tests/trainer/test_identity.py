@@ -148,6 +148,16 @@ def test_more_steps_are_no_difference_and_fewer_are(tmp_path):
     assert not (tmp_path / "identity.json").exists()
 
 
+def test_run_that_moves_to_another_kind_of_device_is_told_how_to_keep_its_precision(tmp_path):
+    began = {"identity": {"steps": 4, "precision.compute": "fp32"}}
+    (tmp_path / "identity.json").write_text(json.dumps(began))
+    now = {"identity": {"steps": 4, "precision.compute": "bf16"}}
+    with pytest.raises(IdentityError) as refused:
+        check_run_folder(RunFolder(tmp_path), now, fork=0, attempt=2, newest=-1)
+    assert "precision.compute was 'fp32' and is 'bf16'" in str(refused.value)
+    assert "try --precision.compute=fp32 to keep the precision of the run" in str(refused.value)
+
+
 LINEAGE = {"run": "r", "timeline": 1, "until": {"1": 5}, "forked_by": 0, "extensions": []}
 
 

@@ -28,6 +28,8 @@ from meshwright.trainer.loop import train_rank
 SECONDS_PER_RUN = 60.0
 """After so many seconds per run, a launch has failed."""
 MAX_REFERENCES_AT_ONCE = 8
+DEVICE_AXES = "every axis by itself on CUDA: it needs a built-in model with an independent reference"
+"""What a proof with `--device cuda` leaves open for a model without one."""
 
 
 def check_device(config: RunConfig) -> Iterator[Claim]:
@@ -43,7 +45,7 @@ def check_device(config: RunConfig) -> Iterator[Claim]:
 
 def require_device(config: RunConfig) -> None:
     if not cuda_devices(replace(config.launch, device="cuda")):
-        raise ConfigError("--device cuda, but torch finds no CUDA device", "expected a machine with a GPU")
+        raise ConfigError("--device cuda, but torch finds no CUDA device", "try a machine with a GPU, or no --device")
 
 
 def check_ranks(config: RunConfig, ranks: int) -> Iterator[Claim]:

@@ -53,5 +53,5 @@ def versions_section(history: RunHistory, start: Mapping[str, Any]) -> Section:
     }
     notes = [f"earlier attempts ran with {name} {version}" for name, version in sorted(changed)[:8]]
     if chosen := next((attempt.choices for attempt in reversed(history.attempts) if attempt.choices), ""):
-        notes.insert(0, f"measured at the start: {shown(chosen)}")
+        notes.insert(0, f"chosen at the start: {shown(chosen)}")
     return Section("Versions", tables=[Table(("", ""), rows, (0, 1))], notes=notes)
