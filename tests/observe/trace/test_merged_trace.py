@@ -161,6 +161,7 @@ def test_hostile_lines_of_spans_are_skipped(tensor_run: Path) -> None:
         gzip.compress(b'{"meshwright": {"collectives": [[1],2]}, "traceEvents": [' + b"[" * 100_000),
         gzip.compress(b'{"traceEvents": [' + b"{" * (5 << 20))[:-9],
     ],
+    ids=["not gzip", "not JSON", "truncated JSON", "nested lists", "truncated gzip"],  # gzip writes the time of day
 )
 def test_damaged_profiles_are_a_note_in_the_trace(tensor_run: Path, content: bytes) -> None:
     RunFolder(tensor_run).profile(0, range(0, 1), 1).write_bytes(content)
