@@ -172,6 +172,9 @@ class ParallelModel:
         for parameter, master in self.masters.items():
             local_tensor(parameter).copy_(local_tensor(master))
 
+    def broadcast_masters(self) -> None:
+        """Copies the initial master weights of the first rank to its replicas, where their weights are copied (DDP)."""
+
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
         return self.module(*inputs)  # type: ignore[no-any-return]
 

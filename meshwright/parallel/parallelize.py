@@ -90,6 +90,7 @@ def parallelize(
         parallel_model = PipelineModel(model, stages, divided, plan, meshes, world.device, sequence_shards)
     parallel_model.meshes = meshes
     parallel_model.masters = materializer.masters
+    parallel_model.broadcast_masters()
     parallel_model.block_patterns = spec.block_patterns
     parallel_model.context = context
     if context is not None:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from small_run import load_cpu_config
 
-from meshwright.config import OptimizerConfig
+from meshwright.config import DDPConfig, OptimizerConfig
 from meshwright.models.registry import run_spec
 from meshwright.optim.build import build_optimizer
+from meshwright.parallel.data_parallel.ddp import DDPModel, ReplicatedModel, bucket_message
 from meshwright.parallel.local_shard import local_tensor
+from meshwright.parallel.materialize import Materializer
 from meshwright.parallel.parallel_model import ParallelModel, PassHooks
 from meshwright.parallel.parallel_spec import find_blocks
 from meshwright.parallel.tensor_parallel import family_parallel_spec
@@ -143,15 +147,57 @@ LAYOUTS = {
 }
 
 
+def masters_of_replicas(world: World) -> tuple[torch.Tensor, torch.Tensor]:
+    """The master weight and the weight of a replica whose module begins with values of its own on every rank."""
+    module = torch.nn.Linear(2, 2, bias=False)
+    torch.nn.init.constant_(module.weight, world.rank + 1.001)
+    materializer = Materializer(module, None, world.device, torch.bfloat16)
+    materializer.initialize(module)
+    model = DDPModel(module, DDPConfig(), world)
+    model.masters = materializer.masters
+    model.broadcast_masters()
+    return model.masters[module.weight], module.weight.detach()
+
+
 def run_layouts(world: World) -> dict:
-    return {
+    steps = {
         (name, micro): run_steps(world, layout, BF16, micro) for name, layout in LAYOUTS.items() for micro in (1, 2)
     }
+    return steps | {"masters": masters_of_replicas(world)}
 
 
-def test_gradients_are_summed_over_ranks_and_accumulated_in_float32():
+@pytest.fixture(scope="module")
+def two_ranks() -> list[dict]:
+    return run_ranks(run_layouts, 2)
+
+
+def test_replicas_begin_with_the_master_weights_of_the_first_rank(two_ranks):
+    for result in two_ranks:
+        master, weight = result["masters"]
+        assert torch.equal(master, torch.full((2, 2), 1.001))
+        assert torch.equal(weight, master.bfloat16())
+
+
+def test_gradients_beside_buckets_are_added_in_the_strides_of_their_weight():
+    weight = torch.nn.Parameter(torch.zeros(2, 3, 2, 2).to(memory_format=torch.channels_last))
+    flat, kept = torch.zeros(24, dtype=torch.bfloat16), torch.arange(24.0).view(2, 3, 2, 2)
+    state = ReplicatedModel(torch.nn.Identity(), DDPConfig(), World())
+    state.accumulated = {weight: kept.to(memory_format=torch.channels_last)}
+    view = flat.as_strided(weight.shape, weight.stride())
+    bucket = SimpleNamespace(
+        index=lambda: 0,
+        buffer=lambda: flat,
+        gradients=lambda: [view],
+        parameters=lambda: [weight],
+        is_last=lambda: False,
+    )
+    message = bucket_message(state, bucket)
+    assert torch.equal(message.as_strided(view.shape, view.stride()), kept)
+
+
+def test_gradients_are_summed_over_ranks_and_accumulated_in_float32(two_ranks):
     """DDP rounds the sum once, to its buckets; without DDP, a gradient that is summed or accumulated stays float32."""
-    found = run_ranks(run_layouts, 2)[0]
+    found = two_ranks[0]
     for micro in (1, 2):
         expected, dtypes, _ = run_steps(World(), Layout(), [], micro)
         assert dtypes == {torch.float32}

@@ -11,6 +11,7 @@ from small_run import small_config
 
 from meshwright.parallel.world import World
 from meshwright.topology.layout import Layout
+from meshwright.torch_private import FakeTensors
 from meshwright.trainer.first_batch import choices as module
 from meshwright.trainer.first_batch.attention_calls import AttentionCalls
 from meshwright.trainer.first_batch.choices import Choices, faster_scope, fastest, make_choices, pays, recorded_choices
@@ -38,13 +39,19 @@ def cuda(monkeypatch):
     monkeypatch.setattr(module, "use_cudnn_backward", lambda _enabled: None)
     monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: False)
 
-    def run(*overrides, attention=None, scope=None, choices=None, ranks=1):
+    def run(*overrides, attention=None, scope=None, choices=None, ranks=1, broadcast=None):
         config = small_config("--layout.replicate=1", "--compile.enabled=true", *overrides, ranks=ranks)
         job = SimpleNamespace(config=config, layout=Layout.from_config(config.layout), custom=None, first_step=0)
         identity = {"choices": choices or {}}
         monkeypatch.setattr(module, "time_attention", lambda _step, _inputs: attention)
         monkeypatch.setattr(module, "time_scopes", lambda _job, _step, _inputs: scope)
-        world = SimpleNamespace(device=torch.device("cuda"), size=1, all_gather_ints=World().all_gather_ints)
+        single = World()
+        world = SimpleNamespace(
+            device=torch.device("cuda"),
+            size=1,
+            all_gather_ints=single.all_gather_ints,
+            broadcast_object=broadcast or single.broadcast_object,
+        )
         step = SimpleNamespace(
             world=world, load_first=lambda _first: (torch.zeros(1),), parallel_model=SimpleNamespace(module=None)
         )
@@ -77,6 +84,12 @@ def test_settings_take_precedence_over_choices_and_are_not_recorded(cuda):
     choices, after, applied = cuda("--kernels.attention=efficient", "--compile.scope=block", choices=record)
     assert (choices.attention, choices.scope, after) == ("efficient", "block", record)
     assert applied == ["EFFICIENT_ATTENTION"]
+
+
+def test_rank_with_another_device_reuses_the_choices_of_the_first_rank(cuda):
+    record = {"device": "the device of rank 0", "attention": "flash", "scope": "block"}
+    choices, kept, _ = cuda(choices=record, broadcast=lambda _device, _name: "the device of rank 0")
+    assert (choices.attention, choices.reused, kept) == ("flash", True, record)
 
 
 def test_another_device_chooses_again(cuda):
@@ -134,6 +147,8 @@ def test_calls_of_attention_are_counted_by_their_arguments():
         for _ in range(3):
             F.scaled_dot_product_attention(q, k, k, is_causal=True, enable_gqa=True)
         F.scaled_dot_product_attention(q, q, q)
+        with FakeTensors().mode as fake:  # the trace of a pipeline: its masks have no values
+            F.scaled_dot_product_attention(*[fake.from_tensor(q)] * 3)
     assert sorted(calls.counts.values()) == [1, 3]
 
 

@@ -117,6 +117,11 @@ class DDPModel(ReplicatedModel):
             losses.backward()
         self.buckets.clear()  # DDP builds new ones now
 
+    def broadcast_masters(self) -> None:
+        """DDP has copied the weights of the first rank to the others, whose modules may have had other values."""
+        for master in self.masters.values():
+            dist.broadcast(master, src=0)
+
     @property
     def wrapped_module(self) -> nn.Module:
         return self.ddp
@@ -142,7 +147,7 @@ def bucket_message(state: ReplicatedModel, bucket: GradientBucket) -> Tensor:
     local = gradient.to(wide) if state.world.size > 1 or state.accumulated else gradient
     for parameter, view in zip(bucket.parameters(), bucket.gradients(), strict=True) if state.accumulated else ():
         start = view.storage_offset() - gradient.storage_offset()
-        local[start : start + view.numel()] += state.accumulated[parameter].view(-1)
+        local[start : start + view.numel()].as_strided(view.shape, view.stride()).add_(state.accumulated[parameter])
         state.accumulated[parameter].zero_()
     reduction = state.reduction
     if state.world.size > 1:  # the gradient of one rank is that of the global batch

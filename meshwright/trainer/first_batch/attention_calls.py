@@ -13,6 +13,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.overrides import TorchFunctionMode
 
 from meshwright.parallel.parallel_model import Autocast
+from meshwright.torch_private import is_fake
 
 BACKENDS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -28,7 +29,7 @@ WARMUP, REPEATS = 2, 5
 
 
 class AttentionCalls(TorchFunctionMode):
-    """Counts the different calls of scaled_dot_product_attention while it is active."""
+    """Counts the different calls of scaled_dot_product_attention while it is active, without those on fake tensors."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -37,7 +38,7 @@ class AttentionCalls(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
-        if func is F.scaled_dot_product_attention:
+        if func is F.scaled_dot_product_attention and not is_fake(args[0] if args else kwargs["query"]):
             key = tuple(describe(value) for value in (*args, *kwargs, *kwargs.values()))
             self.counts[key] += 1
             self.arguments.setdefault(key, (args, kwargs))

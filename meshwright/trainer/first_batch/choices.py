@@ -91,9 +91,10 @@ def make_choices(job: Job, step: Step, identity: dict[str, Any], first: Callable
     """Makes and applies the choices that the config leaves open: those that the identity record of the run has, or the
     fastest candidates. On CUDA it adds them to the record. Every rank makes the same choices.
     """
-    device, settings = device_name(step.world.device), job.config
-    recorded = recorded_choices(identity["choices"], device)
-    on_cuda, times = step.world.device.type == "cuda", dict[str, dict[str, float | None]]()
+    device, settings, on_cuda = device_name(step.world.device), job.config, step.world.device.type == "cuda"
+    if on_cuda:  # ranks may have different devices, and either all of them measure or none does
+        device = step.world.broadcast_object(device, "device of the choices")
+    recorded, times = recorded_choices(identity["choices"], device), dict[str, dict[str, float | None]]()
     is_open = {"attention": settings.kernels.attention is None, "scope": settings.compile.scope is None}
     # A measurement may choose otherwise in the next run, so that a deterministic run chooses by rule.
     deterministic = on_cuda and torch.are_deterministic_algorithms_enabled()
