@@ -155,6 +155,8 @@ def compute_chunks(
                 torch.mm(logits, weight, out=d_hidden[part])
             if needs_weight:
                 add_product(d_weight, logits.t(), hidden[part], first=start == 0)
+    if not tokens:
+        d_weight.zero_()
     return (log_sums - targets).where(labels != ignore_index, 0.0).sum(), d_hidden, d_weight[:vocab]
 
 

@@ -56,6 +56,14 @@ def test_labels_that_are_all_ignored_give_a_loss_and_gradients_of_zero():
     assert not weight.grad.any()
 
 
+def test_no_tokens_give_a_loss_and_a_weight_gradient_of_zero():
+    hidden, weight = torch.zeros(0, 8, requires_grad=True), torch.randn(10, 8, requires_grad=True)
+    loss = linear_cross_entropy(hidden, weight, torch.zeros(0, dtype=torch.int64), IGNORE_INDEX)
+    loss.backward()
+    assert loss == 0
+    assert not weight.grad.any()
+
+
 def test_a_label_outside_of_the_vocabulary_gives_a_loss_that_is_not_finite():
     hidden, weight, labels = inputs()
     labels[0, 0] = VOCAB
