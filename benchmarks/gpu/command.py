@@ -45,7 +45,7 @@ def main(arguments: list[str]) -> None:
     )
     parser.add_argument("--rounds", type=int, default=3, help="turns of each contender of a row")
     parser.add_argument(
-        "--budget", type=float, default=3600.0, metavar="SECONDS", help="starts no row that would not fit"
+        "--budget", type=float, default=3600.0, metavar="SECONDS", help="start no row that would not end in time"
     )
     parser.add_argument("--quick", action="store_true", help="one round, a quarter of the steps, and a short ceiling")
     parser.add_argument("--tiny", action="store_true", help="tiny models on the CPU: runs the code, measures nothing")

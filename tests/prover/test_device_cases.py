@@ -8,10 +8,11 @@ import pytest
 from small_run import load_cpu_config
 
 from meshwright.errors import ConfigError
+from meshwright.prover import prove
 from meshwright.prover.claims import fault_environment
 from meshwright.prover.device import check
 from meshwright.prover.device.cases import LAYOUTS, RANKS, device_runs, unsupported_axes
-from meshwright.prover.device.check import check_ranks, require_device
+from meshwright.prover.device.check import DEVICE_AXES, check_ranks, require_device
 from meshwright.topology.layout import Layout
 
 CONFIG = load_cpu_config(overrides=["--data.kind=synthetic", "--data.samples=400"])
@@ -50,3 +51,21 @@ def test_a_run_that_fails_does_not_end_the_other_runs_of_its_launch(monkeypatch)
 def test_a_machine_without_device_is_refused():
     with pytest.raises(ConfigError, match="--device cuda, but torch finds no CUDA device"):
         require_device(CONFIG)
+
+
+class NoProof:
+    """A proof of a custom model whose only check claims nothing."""
+
+    def __init__(self, *_arguments):
+        self.not_proven, self.describe = list, dict
+
+    def checks(self):
+        return {"nothing": lambda _config, _full: iter(())}
+
+
+def test_axes_on_cuda_are_listed_as_not_proven_for_a_family_without_reference(monkeypatch):
+    monkeypatch.setattr(prove, "require_device", lambda _config: None)
+    monkeypatch.setattr(prove, "CustomProof", NoProof)
+    config = load_cpu_config(overrides=["--model.family=gpt2", "--model.kv_heads=4", "--data.kind=synthetic"])
+    assert DEVICE_AXES in prove.certify(config, on_device=True)["not_proven"]
+    assert DEVICE_AXES not in prove.certify(config)["not_proven"]
