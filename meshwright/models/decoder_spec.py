@@ -207,7 +207,7 @@ def block_cost(config: ModelConfig, variant: DecoderVariant) -> ModuleCost:
     if not config.experts:
         inner = 2 * width + 1 + width + 4 * config.ffn
     else:
-        inner = 2 * width + 1 + width + 2 * config.experts + config.experts_active * (3 * width + 4 * config.ffn + 5)
+        inner = 2 * width + 1 + width + 2 * config.experts + config.experts_active * (2 * width + 4 * config.ffn + 5)
         inner += 4 * config.experts_shared * config.ffn
     return ModuleCost(flops, Cost(per_token=BYTES * (attention + inner)))
 

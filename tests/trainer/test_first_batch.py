@@ -15,6 +15,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy, mse_loss
 
 from meshwright.config import DDPConfig, LayoutConfig, PrecisionConfig, RunConfig
+from meshwright.config.device_defaults import with_device_defaults
 from meshwright.data.batch_structure import CountRule
 from meshwright.data.source import IndexableSource
 from meshwright.errors import ConfigError, RankError
@@ -28,7 +29,7 @@ from meshwright.trainer.first_batch.model_notes import dtype_notes, model_notes
 
 def test_parameters_of_another_dtype_than_the_trained_one_are_named():
     model = linear().bfloat16()
-    assert dtype_notes(model, PrecisionConfig()) == [
+    assert dtype_notes(model, PrecisionConfig(compute="fp32")) == [
         "4 of 4 parameters are not float32 (0.weight is bfloat16) and are trained as float32, because "
         "precision.compute = fp32"
     ]
@@ -289,7 +290,7 @@ def test_model_on_the_meta_device_is_checked_with_its_initial_values():
 def test_check_in_a_process_of_its_own_reports_unused_parameters_and_failures_of_the_model():
     source = IndexableSource(points())
     custom = CustomModel(Blocks(), summed, ParallelSpec(blocks="layers.*"))
-    config = RunConfig(layout=LayoutConfig(replicate=2))
+    config = with_device_defaults(RunConfig(layout=LayoutConfig(replicate=2)), "cpu")
     layout = Layout.from_config(config.layout)
     with pytest.raises(ConfigError) as failed:
         prepare_custom_model(custom, source, config, layout)

@@ -159,7 +159,7 @@ def block_cost(config: ModelConfig, options: DeepSeekV2Options, *, moe: bool) ->
     attention = latents + config.heads * (4 * head_size + sizes.v_head_dim + 1)
     inner = 4 * options.dense_inner(config)
     if moe:
-        inner = 2 * config.experts + config.experts_active * (3 * width + 4 * config.ffn + 5)
+        inner = 2 * config.experts + config.experts_active * (2 * width + 4 * config.ffn + 5)
         inner += config.experts + 4 * config.experts_shared * config.ffn
     return ModuleCost(flops, Cost(per_token=BYTES * (norms + attention + inner)))
 
