@@ -3,16 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from meshwright.parallel.local_shard import LocalShard, local_shard
 from meshwright.parallel.parallel_spec import parameter_owners
-from meshwright.torch_private import BatchNormBase, reset_sharded_parameters
+from meshwright.torch_private import BatchNormBase, is_fake, reset_sharded_parameters
 
 Fill = Callable[[LocalShard, str], None]
 """Writes the initial values of the parameter or buffer of this name into a local shard."""
+
+
+class RoundedParameter(NamedTuple):
+    """A parameter in a lower precision."""
+
+    weight: nn.Parameter
+    master: Tensor
+    """its float32 value"""
 
 
 class Materializer:
@@ -54,7 +64,7 @@ class Materializer:
                 self.fill_shard(local_shard(tensor), self.copied_from.get(name, name))
         copies = {p for p in module.parameters() if names.get(id(p)) in self.copied_from}
         rounded = round_parameters(module, self.weights)
-        self.masters |= {new: master.detach() for master, new in rounded.items() if master not in copies}
+        self.masters |= {new: master for old, (new, master) in rounded.items() if old not in copies}
 
 
 def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
@@ -63,17 +73,26 @@ def named_tensors(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     yield from module.named_buffers()
 
 
-def round_parameters(module: nn.Module, dtype: torch.dtype) -> dict[nn.Parameter, nn.Parameter]:
-    """Replaces the float32 parameters that require a gradient by their rounding to a dtype, and returns the rounding of
-    each. Frozen parameters have no update that a rounding could lose, and autocast rounds them where they are used.
+def round_parameters(module: nn.Module, dtype: torch.dtype) -> dict[nn.Parameter, RoundedParameter]:
+    """Rounds the float32 parameters that require a gradient to a dtype, and returns what became of each. Frozen
+    parameters have no update that a rounding could lose, and autocast rounds them where they are used.
+
+    A parameter keeps its identity, as in `nn.Module.to`: a user's module may refer to it elsewhere, and it may have
+    hooks. A DTensor is FSDP2's or tensor parallelism's own, and a fake tensor has no storage to exchange; both are
+    replaced.
     """
-    rounded: dict[nn.Parameter, nn.Parameter] = {}
+    rounded: dict[nn.Parameter, RoundedParameter] = {}
     if dtype == torch.float32:
         return rounded
     for owner, name, parameter in parameter_owners(module):
-        if parameter.requires_grad and parameter.dtype == torch.float32:
-            if parameter not in rounded:  # a shared parameter stays shared
-                rounded[parameter] = nn.Parameter(parameter.detach().to(dtype))
-            owner._parameters[name] = rounded[parameter]
+        if parameter.requires_grad and parameter.dtype == torch.float32 and parameter not in rounded:
+            master = parameter.detach()
+            if isinstance(parameter, DTensor) or is_fake(parameter):
+                rounded[parameter] = RoundedParameter(nn.Parameter(master.to(dtype)), master)
+            else:
+                rounded[parameter] = RoundedParameter(parameter, master)
+                parameter.data = master.to(dtype)
+        if parameter in rounded:  # a shared parameter stays shared
+            owner._parameters[name] = rounded[parameter].weight
     reset_sharded_parameters(module)
     return rounded

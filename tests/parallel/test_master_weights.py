@@ -7,6 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from small_run import load_cpu_config
+from torch import nn
 
 from meshwright.config import DDPConfig, OptimizerConfig
 from meshwright.models.registry import run_spec
@@ -77,6 +78,26 @@ def test_norms_and_experts_return_the_dtype_of_a_float32_residual_stream():
     with torch.autocast("cpu", torch.bfloat16):
         model(tokens, tokens)
     assert set(seen) == {torch.float32}
+
+
+def test_parameter_that_a_module_refers_to_elsewhere_is_trained():
+    module = ScaledTwice()
+    masters = Materializer(module, None, torch.device("cpu"), torch.bfloat16)
+    masters.initialize(module)
+    module(torch.ones(2, dtype=torch.bfloat16)).sum().backward()
+    assert module.scale.dtype == torch.bfloat16
+    assert torch.equal(module.scale.grad, torch.full((2,), 2.5, dtype=torch.bfloat16))
+    assert masters.masters[module.scale].dtype == torch.float32
+
+
+class ScaledTwice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.scale = nn.Parameter(torch.full((2,), 1.25))
+        self.scales = [self.scale]
+
+    def forward(self, x):
+        return x * self.scale * self.scales[0]
 
 
 def test_loaded_masters_are_rounded_into_the_model():
