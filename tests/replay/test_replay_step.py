@@ -99,7 +99,7 @@ def test_replay_leaves_nothing_behind_after_ctrl_c(poisoned_run, tmp_path):
     environment = os.environ | {"TMPDIR": str(tmp_path)}
     code = (
         "import time, meshwright.replay.replay as r; from meshwright.cli import main\n"
-        "r.sample_losses = lambda *_: (print('ready', flush=True), time.sleep(60))\n"
+        "r.sample_losses = lambda *_: (print('ready\\n', end='', flush=True), time.sleep(60))\n"
         f"main(['replay', {str(poisoned_run)!r}, '--step', '9'])"
     )
     process = subprocess.Popen(
