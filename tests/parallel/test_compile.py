@@ -83,13 +83,13 @@ def test_folder_of_compiled_code_that_is_set_is_kept(home, monkeypatch, tmp_path
     assert not home.exists()
 
 
-def test_order_of_attention_backends_is_part_of_the_key_of_compiled_code(monkeypatch):
-    monkeypatch.setattr(torch.compiler.config, "cache_key_tag", "")
+def test_order_of_attention_backends_is_part_of_the_key_of_compiled_code():
     before = attention_backends()
-    use_attention_backends([BACKENDS["math"], *BACKENDS.values()])
-    try:
-        math = torch.compiler.config.cache_key_tag
-        use_attention_backends([BACKENDS["cudnn"], *BACKENDS.values()])
-        assert len({"", math, torch.compiler.config.cache_key_tag}) == 3
-    finally:
-        use_attention_backends(before)
+    with torch.compiler.config.patch(cache_key_tag=""):
+        try:
+            use_attention_backends([BACKENDS["math"], *BACKENDS.values()])
+            math = torch.compiler.config.cache_key_tag
+            use_attention_backends([BACKENDS["cudnn"], *BACKENDS.values()])
+            assert len({"", math, torch.compiler.config.cache_key_tag}) == 3
+        finally:
+            use_attention_backends(before)
