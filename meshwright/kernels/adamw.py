@@ -137,7 +137,7 @@ def adamw_triton(
     """The update of all parameters by one launch of a Triton kernel for each dtype of gradients and weights. Where both
     are bf16, it reads and writes 28 bytes per element.
     """
-    from meshwright.kernels.triton_adamw import DTYPES, adamw_kernel
+    from meshwright.kernels.adamw_kernel import DTYPES, adamw_kernel
 
     device, (beta1, beta2) = tensors.steps.device, settings.betas
     steps = tensors.steps.double()

@@ -41,9 +41,9 @@ CASES = [
     ("cross_entropy_kernel", "scale_elements", SCALE, {"BLOCK": 4096}),
     ("float8_kernel", "amax_kernel", CAST, {**BOTH, "ROWS": 128, "COLUMNS": 64, "TILES": 4}),
     ("float8_kernel", "cast_kernel", CAST, {**BOTH, "LARGEST": 448.0, "SMALLEST": 1e-12, "ROWS": 64, "COLUMNS": 128}),
-    ("triton_adamw", "adamw_kernel", ADAMW, {"GRADIENT": BF16, "WEIGHT": BF16, "ALIGNED": True, "BLOCK": 1024}),
+    ("adamw_kernel", "adamw_kernel", ADAMW, {"GRADIENT": BF16, "WEIGHT": BF16, "ALIGNED": True, "BLOCK": 1024}),
     (
-        "triton_adamw",
+        "adamw_kernel",
         "adamw_kernel",
         ADAMW,
         {"GRADIENT": triton.language.float32, "WEIGHT": BF16, "ALIGNED": False, "BLOCK": 1024},
@@ -73,5 +73,5 @@ def test_every_kernel_is_compiled():
         for name, value in vars(__import__(f"{package.__name__}.{path.stem}", fromlist=["x"])).items()
         if isinstance(value, triton.JITFunction)
     }
-    helpers = {("triton_adamw", "tensor_at"), ("triton_adamw", "adamw_block")}  # functions that kernels call
+    helpers = {("adamw_kernel", "tensor_at"), ("adamw_kernel", "adamw_block")}  # functions that kernels call
     assert jitted - helpers == {(module, name) for module, name, _, _ in CASES}

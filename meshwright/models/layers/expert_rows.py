@@ -26,10 +26,6 @@ class RowOrder:
     kept: Tensor | None = None
     """whether each choice has a row, (tokens, active); None: all have one"""
 
-    def of_choices(self, rows: Tensor) -> Tensor:
-        """The row of every choice, (tokens, active, width); zeros for a choice without one."""
-        return rows_of_choices(rows, self.slots, self.kept)
-
     def gather(self, tokens: Tensor) -> Tensor:
         """The rows of all choices, (tokens, width) -> (rows, width)."""
         rows: Tensor = GatherRows.apply(tokens, self.order, self.slots, self.kept)  # type: ignore[no-untyped-call]
