@@ -8,24 +8,24 @@ import time
 from contextlib import suppress
 from typing import Any
 
+from meshwright.channel import ChannelError, Connection
 from meshwright.checkpoint.listing import list_published, open_run_store
 from meshwright.errors import MeshwrightError, PeerError, StoppedBySignal
 from meshwright.recover.failures import AttemptResized, Failure, RanksFailed
-from meshwright.recover.hosts.channel import ChannelError, Connection
 from meshwright.recover.hosts.leader import Ended, HostsPolicy, Leader
 from meshwright.recover.hosts.local_ranks import LocalRanks, failure_of_host
 from meshwright.recover.hosts.member import Member
 from meshwright.recover.hosts.messages import Message, encode_message
-from meshwright.recover.hosts.placement import host_of_rank
 from meshwright.recover.hosts.rank_readings import decode_readings
 from meshwright.recover.incidents import read_heartbeats
 from meshwright.telemetry.heartbeat import HeartbeatReading
+from meshwright.topology.placement import host_of_rank
 
 POLL_SECONDS = 0.05
 CHECKPOINT_POLL_SECONDS = 1.0
 """Interval at which a job on fewer hosts looks for a checkpoint at which it can grow."""
-Inbox = queue.SimpleQueue[tuple[Connection, Message | None]]
-"""Messages of other hosts, each with its connection; None: the connection has ended."""
+Inbox = queue.SimpleQueue[tuple[Connection, Message | None, float]]
+"""Messages of other hosts, each with its connection and the time of its arrival; None: the connection has ended."""
 
 
 class HostRanks:
@@ -67,8 +67,8 @@ class HostRanks:
             while True:
                 self._handle(*self.inbox.get_nowait())
 
-    def _handle(self, connection: Connection, message: Message | None) -> None:
-        name, now = self.names.get(connection), time.monotonic()
+    def _handle(self, connection: Connection, message: Message | None, now: float) -> None:
+        name = self.names.get(connection)
         if message is None:
             if name is not None and self.connections.get(name) is connection:
                 self._forget(name)

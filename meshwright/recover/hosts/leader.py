@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from meshwright.recover.hosts.messages import Message
-from meshwright.recover.hosts.placement import Placement
+from meshwright.topology.placement import Placement
 
 END_SECONDS = 15.0
 """Seconds that ranks on other hosts have to end by themselves after the first ones have failed."""
@@ -42,7 +42,9 @@ class Host:
     name: str
     token: str
     address: str
+    control_port: int
     port: int
+    """A free port, for the store of the next process group."""
     heard: float
     """When its last message arrived."""
     attempt: int = 0
@@ -102,13 +104,12 @@ class Leader:
         return bool(self.failure) or (bool(self.placed) and all(name in self.ended for name in self.placed))
 
     def receive(self, name: str, message: Message, now: float) -> None:
-        """Handles a message of a host that has joined."""
+        """Handles a message of a host that has joined, which arrived at `now`: that moment was acknowledged to it."""
         host = self.hosts[name]
-        host.heard = now
+        host.heard = max(host.heard, now)
         match message["kind"]:
             case "beat":
                 host.port, host.ranks = message["port"], message["ranks"] if message["attempt"] == self.attempt else {}
-                self.outbox.append((name, {"kind": "acknowledge", "number": message["number"]}))
             case "ended":
                 if host.attempt == message["attempt"]:
                     host.attempt = 0
@@ -122,7 +123,8 @@ class Leader:
             if known.address != message["address"]:
                 return f"another host, at {known.address}, has the name {name}"
             self.lose(name, "its supervisor was started again", now)
-        self.hosts[name] = Host(name, message["token"], message["address"], message["port"], now, message["attempt"])
+        ports = message["control_port"], message["port"]
+        self.hosts[name] = Host(name, message["token"], message["address"], *ports, now, message["attempt"])
         self.outbox.append((name, {"kind": "welcome", "attempt": self.attempt}))
         if message["attempt"]:  # ranks of an attempt that is over
             self.outbox.append((name, {"kind": "kill", "attempt": message["attempt"]}))
@@ -244,9 +246,10 @@ class Leader:
         self.placed = self.previous = order[:size]
         hosts, per_host = tuple(self.placed), self.policy.ranks_per_host
         addresses = tuple(self.hosts[name].address for name in hosts)
+        control_ports = tuple(self.hosts[name].control_port for name in hosts)
         port = self.hosts[hosts[0]].port
         for index, name in enumerate(hosts):
-            placement = Placement(index * per_host, per_host, hosts, addresses, port)
+            placement = Placement(index * per_host, per_host, hosts, addresses, control_ports, port)
             self.placement = self.placement or placement
             self.hosts[name].attempt, self.hosts[name].ranks = self.attempt, {}
             message = {"kind": "start", "attempt": self.attempt, "restart": self.restart}

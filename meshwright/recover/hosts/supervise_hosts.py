@@ -15,15 +15,15 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from meshwright.channel import ChannelError, Connection, Listener, connect, mac
 from meshwright.config import LaunchConfig
 from meshwright.errors import BusyError, ConfigError, MeshwrightError, StoppedBeforeStart
-from meshwright.recover.hosts.channel import ChannelError, Connection, Listener, connect, mac
 from meshwright.recover.hosts.election import Choice, Election, LeaseView
 from meshwright.recover.hosts.host_ranks import POLL_SECONDS, HostRanks, Inbox, take
 from meshwright.recover.hosts.leader import HostsPolicy
 from meshwright.recover.hosts.local_ranks import LocalLauncher, LocalRanks
 from meshwright.recover.hosts.member import LeaveJob, Member
-from meshwright.recover.hosts.messages import MAX_MESSAGE_BYTES, decode_message, encode_message
+from meshwright.recover.hosts.messages import MAX_MESSAGE_BYTES, acknowledgement, decode_message, encode_message
 from meshwright.recover.lease import OBSERVATION_SECONDS, Lease, host_name, process_token, take_lease, view_newest_lease
 from meshwright.recover.supervisor import StartAttempt, Viewer, received_signals, supervise, warn
 from meshwright.telemetry.run_folder import RunFolder
@@ -136,7 +136,8 @@ class HostSupervisor:
 
     def _member(self, *, is_leader: bool = False) -> Member:
         ports = lambda: free_port(self.address)  # noqa: E731
-        return Member(self.name, self.token, self.address, self.launch.host_timeout, ports, is_leader)
+        port, timeout = self.listener.port, self.launch.host_timeout
+        return Member(self.name, self.token, self.address, port, timeout, ports, is_leader)
 
     def _lead(self, lease: Lease) -> Any:
         """Runs attempts on all hosts until the job has ended."""
@@ -194,7 +195,7 @@ class HostSupervisor:
         leave_at = float("inf")
         while True:
             with suppress(queue.Empty):
-                _, message = inbox.get(timeout=POLL_SECONDS)
+                _, message, _ = inbox.get(timeout=POLL_SECONDS)
                 if message is None:
                     member.lose_leader("the connection to the leader has ended")
                 elif message["kind"] == "exit" and message["exit_code"] == 0:
@@ -226,13 +227,18 @@ def raise_ended(leave: LeaveJob) -> None:
 
 
 def receive_messages(connection: Connection, inbox: Inbox) -> None:
-    """Puts the messages of a connection into the inbox until it ends, or one is not valid."""
+    """Puts the messages of a connection into the inbox until it ends, or one is not valid. Beats are acknowledged at
+    once, with the time that the leader will count from.
+    """
     try:
         while True:
-            inbox.put((connection, decode_message(connection.receive(MAX_MESSAGE_BYTES))))
+            message = decode_message(connection.receive(MAX_MESSAGE_BYTES))
+            inbox.put((connection, message, time.monotonic()))
+            if message["kind"] == "beat":
+                connection.send(encode_message(acknowledgement(message)))
     except ChannelError:
         connection.close()
-        inbox.put((connection, None))
+        inbox.put((connection, None, time.monotonic()))
 
 
 def supervise_hosts(
