@@ -70,8 +70,8 @@ class Host:
     def run(self, args: Sequence[str | Path], env: Mapping[str, str] | None = None, **options: Any) -> subprocess.Popen:
         """Starts a process on this host. `env` is added to the environment; `options` are those of `Popen`.
 
-        The process resolves the names of all hosts, and it reads the boot id of this host: code that takes processes
-        with its own boot id for neighbours, whose ids it can check, must not take those of other hosts for such.
+        The process reads the boot id of this host. Code that checks the processes of its own boot by their ids, as the
+        lease does, must not do so with those of other hosts, although it could here.
         """
         if not self.is_on:
             raise RuntimeError(f"{self.name} is powered off; call power_on() first")
@@ -195,11 +195,15 @@ class NetworkHosts:
     Each host is a network namespace with a link to a switch, which is a namespace of its own: nothing is added to the
     namespace of the test, and several networks do not see each other. Faults are rules of the switch, so that they also
     affect connections that exist. Methods that take hosts take one or several of them.
+
+    With `resolves_names` the names of all hosts are in /etc/hosts. Without it, as in many containers, a host cannot
+    even resolve its own name.
     """
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, resolves_names: bool = True) -> None:
         if not 1 <= count <= 200:
             raise ValueError(f"count: expected 1 to 200 hosts, found {count}")
+        self.resolves_names = resolves_names
         self.name = unique_name()
         self.switch = f"{self.name}-switch"
         self.folder = folder_of(self.name)
@@ -215,7 +219,8 @@ class NetworkHosts:
         remove_stale()
         try:
             self.folder.mkdir(mode=0o755)
-            names = "".join(f"{host.address} {host.name}\n" for host in self.hosts)
+            named = self.hosts if self.resolves_names else []
+            names = "".join(f"{host.address} {host.name}\n" for host in named)
             (self.folder / "hosts").write_text(f"127.0.0.1 localhost\n::1 localhost\n{names}")
             ip("netns", "add", self.switch)
             ip_batch(self.switch, "link add switch type bridge", "link set switch addrgenmode none up")
