@@ -18,7 +18,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from network_namespaces import (
+from host_namespaces import (
     NetworkCommandError,
     continue_processes,
     enter,

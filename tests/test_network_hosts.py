@@ -12,8 +12,8 @@ import time
 from contextlib import ExitStack, contextmanager, suppress
 
 import pytest
+from host_namespaces import PREFIX, folder_of, ip, namespaces
 from network_hosts import NetworkHosts, remove_stale, require_network_hosts
-from network_namespaces import PREFIX, folder_of, ip, namespaces
 
 from meshwright.telemetry.heartbeat import process_stat
 
