@@ -192,7 +192,7 @@ def test_secret_comes_from_the_environment_or_a_file(tmp_path):
     (tmp_path / "secret").write_text("y" * 32 + "\n")
     assert read_secret({channel.SECRET_FILE_VARIABLE: str(tmp_path / "secret")}) == b"y" * 32
     for environment in ({}, {channel.SECRET_VARIABLE: "short"}, {channel.SECRET_FILE_VARIABLE: str(tmp_path / "none")}):
-        with pytest.raises(ConfigError, match="secret|SECRET"):
+        with pytest.raises(ConfigError, match=r"secret|SECRET"):
             read_secret(environment)
 
 

@@ -42,6 +42,8 @@ class Choice(Enum):
     """Connect to the holder of the lease."""
     EXIT = "exit"
     """The job has ended."""
+    BUSY = "busy"
+    """Another job holds the run."""
 
 
 class Election:
@@ -67,11 +69,14 @@ class Election:
     def _choose(self, lease: LeaseView | None, now: float) -> Choice:
         if lease is None:
             return Choice.TAKE
+        advanced = self.seen[:2] == (lease.attempt, lease.token) and self.seen[2] != lease.beats
         if (shown := (lease.attempt, lease.token, lease.beats, lease.outcome)) != self.seen:
             self.seen, self.since = shown, now
         own_job = lease.job == self.job
         if lease.outcome and not own_job:
             return Choice.TAKE
+        if advanced and not own_job:
+            return Choice.BUSY
         if own_job and lease.final:
             return Choice.EXIT
         if own_job and lease.token == self.token:

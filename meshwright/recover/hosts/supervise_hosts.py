@@ -24,7 +24,15 @@ from meshwright.recover.hosts.leader import HostsPolicy
 from meshwright.recover.hosts.local_ranks import LocalLauncher, LocalRanks
 from meshwright.recover.hosts.member import LeaveJob, Member
 from meshwright.recover.hosts.messages import MAX_MESSAGE_BYTES, acknowledgement, decode_message, encode_message
-from meshwright.recover.lease import OBSERVATION_SECONDS, Lease, host_name, process_token, take_lease, view_newest_lease
+from meshwright.recover.lease import (
+    OBSERVATION_SECONDS,
+    Lease,
+    host_name,
+    process_token,
+    raise_if_held,
+    take_lease,
+    view_newest_lease,
+)
 from meshwright.recover.running_ranks import StartAttempt, Viewer
 from meshwright.recover.supervisor import received_signals, supervise, warn
 from meshwright.telemetry.run_folder import RunFolder
@@ -110,6 +118,8 @@ class HostSupervisor:
                 match election.decide(lease, time.monotonic()):
                     case Choice.EXIT:
                         return self._ended(lease)
+                    case Choice.BUSY:
+                        raise_if_held(self.folder, self.observation)
                     case Choice.TAKE:
                         if (taken := self._take(lease)) is not None:
                             try:

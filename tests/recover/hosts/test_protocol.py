@@ -45,9 +45,16 @@ def test_host_leaves_when_its_job_has_ended_for_good(outcome):
     assert Election("j", "me", 6).decide(lease(outcome=outcome, final=True), 0) is Choice.EXIT
 
 
-def test_host_waits_for_the_lease_of_another_job_that_runs():
+def test_host_is_refused_by_a_run_that_another_job_holds():
     election = Election("j", "me", 6)
-    assert [election.decide(lease(beats=str(second), job="k"), second) for second in range(9)] == [Choice.WAIT] * 9
+    choices = [election.decide(lease(beats=str(second // 2), job="k"), second) for second in range(3)]
+    assert choices == [Choice.WAIT, Choice.WAIT, Choice.BUSY]
+
+
+def test_host_replaces_the_dead_holder_of_another_job():
+    election = Election("j", "me", 6)
+    choices = [election.decide(lease(job="k"), second) for second in range(7)]
+    assert choices == [Choice.WAIT] * 6 + [Choice.TAKE]
 
 
 def test_host_that_could_not_lead_leaves_the_lease_to_others_for_a_while():
