@@ -9,11 +9,12 @@ from thread_scheduler import ThreadScheduler
 from torch.distributed.checkpoint import DefaultSavePlanner
 
 from meshwright.checkpoint.listing import CheckpointEntry, RunLineage, checkpoint_folder, list_published
+from meshwright.checkpoint.manifest_parts import ShardOrigin
 from meshwright.checkpoint.saver import CheckpointMetadata, CheckpointSaver, SaveResult
 from meshwright.checkpoint.shards import ShardWriter
 from meshwright.checkpoint.state import CheckpointState, parameters_digest
 from meshwright.checkpoint.unsharded import state_digest
-from meshwright.checkpoint.verify import find_damage, shard_header
+from meshwright.checkpoint.verify import find_damage
 from meshwright.config import BLOCK_SIZES, BlockSizes, CheckpointConfig
 from meshwright.parallel.world import World
 from meshwright.store.posix import PosixStore
@@ -87,9 +88,7 @@ def save_on_two_ranks(
         ShardWriter(
             PosixStore(store.root, store.calls),  # each process has its own store
             saved.folder,
-            rank,
-            step,
-            shard_header(saver.lineage.run, saver.lineage.timeline, step, attempt, rank),
+            ShardOrigin(saver.lineage.run, saver.lineage.timeline, step, attempt, rank),
             (str(rank), metadata.owner_state),
             lambda *records: saver._publish(metadata, saved, *records),
             block_sizes,

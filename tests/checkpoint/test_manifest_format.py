@@ -45,7 +45,8 @@ def test_format_1_fixture_verifies_and_has_its_original_fields():
     assert (manifest.layout, manifest.data, manifest.counters) == ({"replicate": 2}, {"next": 24}, {"tokens": 6144})
     assert (manifest.rng, manifest.scaler) == ({"data 0": 5, "data 1": 6}, {})
     assert (manifest.identity, manifest.schedule) == ({"seed": 17, "eps": 1e-08}, {"lr": 0.001})
-    assert manifest.owners == {"data 0": {"noise": [0.1, 0.2]}, "data 1": {}}
+    owners = {part.owner: entry.read_part(name).state for name, part in manifest.parts.items()}
+    assert owners == {"data 0": {"noise": [0.1, 0.2]}, "data 1": {}}
     assert state_digest(entry) == "d36b47c73922cf42a324b313d19a943a482131e33cc25333523cf7c336964475"
 
 
