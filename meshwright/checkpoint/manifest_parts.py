@@ -122,7 +122,7 @@ class ManifestPart:
             origin = ShardOrigin(*(values.pop(key) for key in ("run", "timeline", "step", "attempt", "rank")))
             file, record = values.pop("file"), FileRecord(values.pop("size"), tuple(values.pop("chunks")))
             owner, state, tensors = (values.pop(key) for key in ("owner", "state", "tensors"))
-            regions = {name: tuple(decode_region(region, file) for region in tensors[name]) for name in [*tensors]}
+            regions = {name: tuple(decode_region(region, file) for region in found) for name, found in tensors.items()}
         except (TypeError, KeyError, AttributeError, IndexError) as error:
             raise InvalidManifest(f"the part has a missing or unknown field: {error}") from None
         if values:

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
+from pathlib import Path
 
 import torch
 from thread_scheduler import ThreadScheduler
 from torch.distributed.checkpoint import DefaultSavePlanner
 
+from meshwright.checkpoint.canonical import canonical_digest, serialize
 from meshwright.checkpoint.listing import CheckpointEntry, RunLineage, checkpoint_folder, list_published
+from meshwright.checkpoint.manifest import MANIFEST_FILE
 from meshwright.checkpoint.manifest_parts import ShardOrigin
 from meshwright.checkpoint.saver import CheckpointMetadata, CheckpointSaver, SaveResult
 from meshwright.checkpoint.shards import ShardWriter
@@ -102,6 +106,24 @@ def save_on_two_ranks(
     writers[0].finish(dcp_metadata, results)
     saved.deleted = saver.retention.apply()
     return saved
+
+
+def as_format_1(folder: Path) -> None:
+    """Rewrite a checkpoint folder as version 1 of the format had it: the manifest contains what the parts have."""
+    values = json.loads((folder / MANIFEST_FILE).read_bytes())
+    del values["digest"]
+    files, owners = {}, {}
+    for tensor in values["tensors"].values():
+        tensor["pieces"] = []
+    for name in values.pop("parts"):
+        part = json.loads((folder / name).read_bytes())
+        files[part["file"]] = {"size": part["size"], "chunks": part["chunks"]}
+        owners[part["owner"]] = part["state"]
+        for tensor, regions in part["tensors"].items():
+            values["tensors"][tensor]["pieces"] += [region | {"file": part["file"]} for region in regions]
+        (folder / name).unlink()
+    values |= {"format": 1, "owners": owners, "files": files}
+    (folder / MANIFEST_FILE).write_bytes(serialize(values, canonical_digest(values)))
 
 
 def intact_steps(store: PosixStore, context: object = "") -> set[int]:

@@ -82,7 +82,7 @@ def test_state_digest_depends_on_every_bit(tmp_path, state):
     entry = write_checkpoint(tmp_path, state, (2,))
     before = state_digest(entry)
     seen = {before}
-    for file in entry.manifest.files:
+    for file in entry.manifest.parts:
         path = tmp_path / "one" / file
         content = path.read_bytes()
         for position in range(0, len(content), 3):
@@ -91,7 +91,7 @@ def test_state_digest_depends_on_every_bit(tmp_path, state):
             path.write_bytes(broken)
             seen.add(state_digest(entry))
         path.write_bytes(content)
-    assert len(seen) == 1 + sum(-(-record.size // 3) for record in entry.manifest.files.values())
+    assert len(seen) == 1 + sum(-(-part.shard_bytes // 3) for part in entry.manifest.parts.values())
     assert state_digest(entry) == before
 
 
