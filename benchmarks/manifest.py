@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import resource
+import sys
 import tempfile
 import time
 from collections.abc import Callable
@@ -29,6 +30,7 @@ from meshwright.checkpoint.manifest_parts import (
     shard_file,
 )
 from meshwright.checkpoint.regions import (
+    Integers,
     RegionTable,
     TensorRecord,
     TensorRegion,
@@ -70,6 +72,7 @@ def measure() -> dict[str, Any]:
         for kind in ("sharded", "replicated"):
             row = {f"format_{number}": run_alone(number, kind, ranks) for number in (1, 2)}
             rows[f"{ranks} ranks, {kind}"] = row
+            print(f"{ranks} ranks, {kind}: {json.dumps(row)}", file=sys.stderr, flush=True)
     return {"tensors": TENSORS, "rows": rows}
 
 
@@ -121,12 +124,14 @@ def seeds(ranks: int) -> dict[str, int]:
 def measure_format_2(root: Path, kind: str, ranks: int) -> dict[str, float]:
     store, folder = PosixStore(root), checkpoint_folder(FIELDS["step"], 1)
     (root / folder).mkdir(parents=True)
-    records, sizes, seconds = {}, [], 0.0
+    records, sizes, seconds, tables = {}, [], 0.0, []
+    numbers = {name: number for number, name in enumerate(NAMES)}
     chunk = 1 << 30 if kind == "replicated" else chunk_bytes(make_part(kind, ranks, 0))
     for rank in range(ranks):
         part = make_part(kind, ranks, rank)
         if kind == "replicated":
             part = replace_chunks(part, chunk)
+        tables.append(RegionTable.from_rows(part.rows(rank, numbers)).encode())
         start = time.perf_counter()
         raw = part.encode()
         seconds += time.perf_counter() - start
@@ -151,7 +156,8 @@ def measure_format_2(root: Path, kind: str, ranks: int) -> dict[str, float]:
     result["decode_seconds"] = timed(lambda: Manifest.decode(raw))
     result["list_seconds"] = timed(lambda: list_published(store))
     (entry,) = list_published(store)
-    result["open_seconds"] = measure_open(entry, kind, ranks)
+    result["open_seconds"] = measure_open(entry, kind, ranks, tables)
+    result["rows_bytes"] = sum(table.nbytes for table in tables)
     # What one process takes that reads every part itself: a tool, or a restore on one rank.
     result["read_all_parts_seconds"] = timed(lambda: entry.index)
     return result
@@ -174,13 +180,12 @@ def validate_plan(manifest: Manifest, kind: str, ranks: int) -> None:
     checksum(boxes)
 
 
-def measure_open(entry: CheckpointEntry, kind: str, ranks: int) -> float:
+def measure_open(entry: CheckpointEntry, kind: str, ranks: int, received: list[Integers]) -> float:
     """Seconds of one rank from reading its own part and receiving the rows of the others to the regions that it reads.
     The collective is not in it; its bytes are those of the rows.
     """
     manifest = entry.manifest
     assert manifest is not None
-    received = [manifest.index_regions(part_file(rank), make_part(kind, ranks, rank)).encode() for rank in range(ranks)]
     offset = (ROWS, 0) if kind == "sharded" else (0, 0)
 
     def open_on_rank() -> None:

@@ -102,7 +102,7 @@ class ManifestPart:
     def encode(self) -> bytes:
         """The content of the file, with its own digest as the last key."""
         regions = {
-            name: [{key: value for key, value in asdict(region).items() if key != "file"} for region in of_tensor]
+            name: [{key: value for key, value in vars(region).items() if key != "file"} for region in of_tensor]
             for name, of_tensor in self.regions.items()
         }
         shard = {"file": self.file, "size": self.record.size, "chunks": self.record.chunks}

@@ -197,6 +197,7 @@ def test_publish_if_absent_never_replaces_a_file_and_returns_false(disk):
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 def test_crash_at_any_call_of_a_save_with_many_interleavings_and_power_losses(disk):
     for order in range(12):
         saving = partial(save_on_two_ranks, 2, seed=order)
