@@ -17,11 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from meshwright.checkpoint.canonical import canonical_digest, recorded_digest, serialize
-from meshwright.checkpoint.index import CheckpointIndex
-from meshwright.checkpoint.listing import CheckpointEntry, checkpoint_folder, list_published
-from meshwright.checkpoint.manifest import MANIFEST_FILE, Manifest
-from meshwright.checkpoint.manifest_parts import (
+from meshwright.checkpoint.format.canonical import canonical_digest, recorded_digest, serialize
+from meshwright.checkpoint.format.index import CheckpointIndex
+from meshwright.checkpoint.format.manifest_parts import (
     FileRecord,
     ManifestPart,
     PartRecord,
@@ -29,7 +27,7 @@ from meshwright.checkpoint.manifest_parts import (
     part_file,
     shard_file,
 )
-from meshwright.checkpoint.regions import (
+from meshwright.checkpoint.format.regions import (
     Integers,
     RegionTable,
     TensorRecord,
@@ -38,6 +36,8 @@ from meshwright.checkpoint.regions import (
     checksum,
     validate_coverage,
 )
+from meshwright.checkpoint.listing import CheckpointEntry, checkpoint_folder, list_published
+from meshwright.checkpoint.manifest import MANIFEST_FILE, Manifest
 from meshwright.store.posix import PosixStore
 
 RANKS = (1024, 4096)

@@ -13,10 +13,10 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from meshwright.checkpoint.canonical import InvalidManifest, canonical_digest
-from meshwright.checkpoint.index import CheckpointIndex, read_index, read_part
+from meshwright.checkpoint.format.canonical import InvalidManifest, canonical_digest
+from meshwright.checkpoint.format.index import CheckpointIndex, read_index, read_part
+from meshwright.checkpoint.format.manifest_parts import ManifestPart
 from meshwright.checkpoint.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, Manifest
-from meshwright.checkpoint.manifest_parts import ManifestPart
 from meshwright.errors import CheckpointError
 from meshwright.io import MAX_JSON_BYTES
 from meshwright.store.interface import Store

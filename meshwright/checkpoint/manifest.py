@@ -11,10 +11,10 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
-from meshwright.checkpoint.canonical import InvalidManifest, parse, serialize
-from meshwright.checkpoint.canonical import canonical_digest as canonical_digest
-from meshwright.checkpoint.format_1 import split_format_1
-from meshwright.checkpoint.manifest_parts import (
+from meshwright.checkpoint.format.canonical import InvalidManifest, parse, serialize
+from meshwright.checkpoint.format.canonical import canonical_digest as canonical_digest
+from meshwright.checkpoint.format.format_1 import split_format_1
+from meshwright.checkpoint.format.manifest_parts import (
     FORMAT,
     MAX_PART_BYTES,
     MAX_PARTS_BYTES,
@@ -23,7 +23,7 @@ from meshwright.checkpoint.manifest_parts import (
     part_file,
     shard_file,
 )
-from meshwright.checkpoint.regions import MAX_INTEGER, RegionTable, TensorRecord
+from meshwright.checkpoint.format.regions import MAX_INTEGER, RegionTable, TensorRecord
 from meshwright.config import BLOCK_SIZES
 
 MANIFEST_FILE = "manifest.json"

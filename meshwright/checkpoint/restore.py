@@ -13,10 +13,10 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from meshwright import faults
 from meshwright.checkpoint.dcp_planner import LocalShardLoadPlanner, as_planner_state, find_mismatches
-from meshwright.checkpoint.index import CheckpointIndex, read_parts
+from meshwright.checkpoint.format.index import CheckpointIndex, read_parts
+from meshwright.checkpoint.format.regions import RegionTable, TensorRecord, TensorRegion
 from meshwright.checkpoint.listing import CheckpointEntry, RunLineage, list_published, read_entry
 from meshwright.checkpoint.manifest import Manifest
-from meshwright.checkpoint.regions import RegionTable, TensorRecord, TensorRegion
 from meshwright.checkpoint.shards import ShardReader
 from meshwright.checkpoint.state import CheckpointState
 from meshwright.checkpoint.verify import DIGEST_THREADS, WHOLE_FILE, Damage, find_damage, find_uncovered, part_damage

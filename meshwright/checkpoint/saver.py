@@ -20,12 +20,12 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
 from meshwright import faults
-from meshwright.checkpoint.canonical import recorded_digest
 from meshwright.checkpoint.dcp_planner import LocalShardSavePlanner, as_planner_state
+from meshwright.checkpoint.format.canonical import recorded_digest
+from meshwright.checkpoint.format.manifest_parts import PartRecord, ShardOrigin
+from meshwright.checkpoint.format.regions import TensorRecord
 from meshwright.checkpoint.listing import RunLineage, checkpoint_folder, read_fence
 from meshwright.checkpoint.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, Manifest
-from meshwright.checkpoint.manifest_parts import PartRecord, ShardOrigin
-from meshwright.checkpoint.regions import TensorRecord
 from meshwright.checkpoint.retention import RetentionPolicy
 from meshwright.checkpoint.shards import ShardWriter
 from meshwright.checkpoint.stager import HostStager, is_finite

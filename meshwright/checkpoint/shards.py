@@ -24,11 +24,9 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from meshwright import faults
-from meshwright.checkpoint.canonical import recorded_digest
-from meshwright.checkpoint.index import require_parts
-from meshwright.checkpoint.listing import CheckpointEntry
-from meshwright.checkpoint.manifest import MANIFEST_FILE
-from meshwright.checkpoint.manifest_parts import (
+from meshwright.checkpoint.format.canonical import recorded_digest
+from meshwright.checkpoint.format.index import require_parts
+from meshwright.checkpoint.format.manifest_parts import (
     MAX_PART_BYTES,
     FileRecord,
     ManifestPart,
@@ -37,7 +35,9 @@ from meshwright.checkpoint.manifest_parts import (
     part_file,
     shard_file,
 )
-from meshwright.checkpoint.regions import TensorRecord, TensorRegion, as_columns, checksum, validate_coverage
+from meshwright.checkpoint.format.regions import TensorRecord, TensorRegion, as_columns, checksum, validate_coverage
+from meshwright.checkpoint.listing import CheckpointEntry
+from meshwright.checkpoint.manifest import MANIFEST_FILE
 from meshwright.checkpoint.state import tensor_bytes
 from meshwright.checkpoint.verify import DIGEST_THREADS, DigestingSink, shard_header
 from meshwright.config import BLOCK_SIZES, BlockSizes

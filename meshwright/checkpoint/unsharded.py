@@ -11,8 +11,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from meshwright.checkpoint.format.regions import TensorRecord
 from meshwright.checkpoint.listing import CheckpointEntry
-from meshwright.checkpoint.regions import TensorRecord
 from meshwright.config.dtypes import TENSOR_BYTES
 
 NUMPY_DTYPES = {"float64": "<f8", "float32": "<f4", "float16": "<f2", "int64": "<i8", "int32": "<i4", "int16": "<i2"}

@@ -11,12 +11,12 @@ from typing import Any
 
 import xxhash
 
-from meshwright.checkpoint.canonical import InvalidManifest
-from meshwright.checkpoint.index import read_parts
+from meshwright.checkpoint.format.canonical import InvalidManifest
+from meshwright.checkpoint.format.index import read_parts
+from meshwright.checkpoint.format.manifest_parts import FileRecord, InvalidPart, ManifestPart, ShardOrigin
+from meshwright.checkpoint.format.regions import RegionTable
 from meshwright.checkpoint.listing import CheckpointEntry
 from meshwright.checkpoint.manifest import MANIFEST_FILE, Manifest
-from meshwright.checkpoint.manifest_parts import FileRecord, InvalidPart, ManifestPart, ShardOrigin
-from meshwright.checkpoint.regions import RegionTable
 from meshwright.config import BLOCK_SIZES, BlockSizes
 from meshwright.store.interface import Buffer, Sink, Store
 

@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.checkpoint.format.regions import TensorRegion
 from meshwright.checkpoint.listing import CheckpointEntry
-from meshwright.checkpoint.regions import TensorRegion
 from meshwright.config.dtypes import TENSOR_BYTES
 
 Bits = NDArray[Any]

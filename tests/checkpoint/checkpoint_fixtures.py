@@ -10,10 +10,10 @@ import torch
 from thread_scheduler import ThreadScheduler
 from torch.distributed.checkpoint import DefaultSavePlanner
 
-from meshwright.checkpoint.canonical import canonical_digest, serialize
+from meshwright.checkpoint.format.canonical import canonical_digest, serialize
+from meshwright.checkpoint.format.manifest_parts import ShardOrigin
 from meshwright.checkpoint.listing import CheckpointEntry, RunLineage, checkpoint_folder, list_published
 from meshwright.checkpoint.manifest import MANIFEST_FILE
-from meshwright.checkpoint.manifest_parts import ShardOrigin
 from meshwright.checkpoint.saver import CheckpointMetadata, CheckpointSaver, SaveResult
 from meshwright.checkpoint.shards import ShardWriter
 from meshwright.checkpoint.state import CheckpointState, parameters_digest

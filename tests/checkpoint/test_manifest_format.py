@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 import torch
 
+from meshwright.checkpoint.format.manifest_parts import FORMAT
 from meshwright.checkpoint.listing import RunLineage, list_published
-from meshwright.checkpoint.manifest_parts import FORMAT
 from meshwright.checkpoint.restore import restore
 from meshwright.checkpoint.unsharded import state_digest
 from meshwright.checkpoint.verify import find_damage

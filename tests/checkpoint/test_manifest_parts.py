@@ -11,11 +11,11 @@ import pytest
 import torch
 from checkpoint_fixtures import LINEAGE, digest_at, save_on_two_ranks, state_at
 
-from meshwright.checkpoint.canonical import InvalidManifest, canonical_digest, serialize
+from meshwright.checkpoint.format.canonical import InvalidManifest, canonical_digest, serialize
+from meshwright.checkpoint.format.manifest_parts import MAX_PART_BYTES, MAX_PARTS_BYTES, ManifestPart, part_file
+from meshwright.checkpoint.format.regions import RegionTable, checksum, regions_overlap
 from meshwright.checkpoint.listing import list_published
 from meshwright.checkpoint.manifest import MANIFEST_FILE, Manifest
-from meshwright.checkpoint.manifest_parts import MAX_PART_BYTES, MAX_PARTS_BYTES, ManifestPart, part_file
-from meshwright.checkpoint.regions import RegionTable, checksum, regions_overlap
 from meshwright.checkpoint.restore import gather_index, restore
 from meshwright.checkpoint.state import parameters_digest
 from meshwright.checkpoint.verify import find_damage

@@ -10,7 +10,7 @@ import pytest
 import torch
 from checkpoint_fixtures import ATTEMPT_FIELDS, LINEAGE, metadata_at
 
-from meshwright.checkpoint.canonical import canonical_digest, serialize
+from meshwright.checkpoint.format.canonical import canonical_digest, serialize
 from meshwright.checkpoint.listing import CheckpointEntry
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.state import CheckpointState, dtype_name, parameters_digest, tensor_bytes

@@ -10,9 +10,9 @@ import torch
 import xxhash
 from checkpoint_fixtures import LINEAGE, digest_at, save_on_two_ranks, state_at
 
+from meshwright.checkpoint.format.manifest_parts import ManifestPart
 from meshwright.checkpoint.listing import RunLineage, list_published
 from meshwright.checkpoint.manifest import MAX_MANIFEST_BYTES, InvalidManifest, Manifest
-from meshwright.checkpoint.manifest_parts import ManifestPart
 from meshwright.checkpoint.restore import RestoreResult, restore
 from meshwright.checkpoint.state import CheckpointState, parameters_digest
 from meshwright.checkpoint.verify import Damage, find_damage

@@ -8,11 +8,11 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.checkpoint.canonical import recorded_digest
+from meshwright.checkpoint.format.canonical import recorded_digest
+from meshwright.checkpoint.format.manifest_parts import FileRecord, ManifestPart, PartRecord, ShardOrigin, part_file
+from meshwright.checkpoint.format.regions import TensorRecord, TensorRegion
 from meshwright.checkpoint.listing import checkpoint_folder
 from meshwright.checkpoint.manifest import MANIFEST_FILE, Manifest
-from meshwright.checkpoint.manifest_parts import FileRecord, ManifestPart, PartRecord, ShardOrigin, part_file
-from meshwright.checkpoint.regions import TensorRecord, TensorRegion
 from meshwright.checkpoint.verify import DigestingSink, shard_header
 from meshwright.config import ModelConfig, RunConfig, config_to_toml, identity
 from meshwright.models.registry import model_spec

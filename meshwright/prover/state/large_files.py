@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from meshwright.checkpoint.dcp_planner import LocalShardLoadPlanner, LocalShardSavePlanner, as_planner_state
+from meshwright.checkpoint.format.manifest_parts import PartRecord, ShardOrigin
+from meshwright.checkpoint.format.regions import TensorRecord
 from meshwright.checkpoint.listing import CheckpointEntry
 from meshwright.checkpoint.manifest import Manifest
-from meshwright.checkpoint.manifest_parts import PartRecord, ShardOrigin
-from meshwright.checkpoint.regions import TensorRecord
 from meshwright.checkpoint.restore import local_regions
 from meshwright.checkpoint.shards import ShardReader, ShardWriter
 from meshwright.checkpoint.state import CheckpointState

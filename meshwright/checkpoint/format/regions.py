@@ -11,7 +11,7 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
-from meshwright.checkpoint.canonical import InvalidManifest
+from meshwright.checkpoint.format.canonical import InvalidManifest
 from meshwright.config.dtypes import TENSOR_BYTES
 
 MAX_DIMENSIONS = 64

@@ -5,8 +5,8 @@ from __future__ import annotations
 import re
 from typing import Any
 
-from meshwright.checkpoint.canonical import InvalidManifest
-from meshwright.checkpoint.manifest_parts import FileRecord, ManifestPart, ShardOrigin, decode_region
+from meshwright.checkpoint.format.canonical import InvalidManifest
+from meshwright.checkpoint.format.manifest_parts import FileRecord, ManifestPart, ShardOrigin, decode_region
 
 FILE_NAME = re.compile(r"[a-z0-9][a-z0-9.-]*")
 """The names that a file may have: none leads out of the folder."""

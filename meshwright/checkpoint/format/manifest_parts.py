@@ -9,8 +9,8 @@ from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from meshwright.checkpoint.canonical import InvalidManifest, canonical_digest, parse, serialize
-from meshwright.checkpoint.regions import MAX_INTEGER, TensorRecord, TensorRegion
+from meshwright.checkpoint.format.canonical import InvalidManifest, canonical_digest, parse, serialize
+from meshwright.checkpoint.format.regions import MAX_INTEGER, TensorRecord, TensorRegion
 
 FORMAT = 2
 """The version of the keys of a manifest and of its parts. A change of a key needs a new version and a new fixture in

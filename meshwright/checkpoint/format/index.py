@@ -7,10 +7,9 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from math import prod
 
-from meshwright.checkpoint.canonical import InvalidManifest
-from meshwright.checkpoint.manifest import Manifest
-from meshwright.checkpoint.manifest_parts import InvalidPart, ManifestPart, ShardOrigin
-from meshwright.checkpoint.regions import (
+from meshwright.checkpoint.format.canonical import InvalidManifest
+from meshwright.checkpoint.format.manifest_parts import InvalidPart, ManifestPart, ShardOrigin
+from meshwright.checkpoint.format.regions import (
     FIXED_COLUMNS,
     Integers,
     RegionTable,
@@ -18,6 +17,7 @@ from meshwright.checkpoint.regions import (
     find_intersecting,
     split_rows,
 )
+from meshwright.checkpoint.manifest import Manifest
 from meshwright.config.dtypes import TENSOR_BYTES
 from meshwright.store.interface import Store
 
