@@ -22,7 +22,7 @@ from meshwright.checkpoint.format.index import CheckpointIndex
 from meshwright.checkpoint.format.manifest_parts import (
     FileRecord,
     ManifestPart,
-    PartRecord,
+    RecordedPart,
     ShardOrigin,
     part_file,
     shard_file,
@@ -138,7 +138,7 @@ def measure_format_2(root: Path, kind: str, ranks: int) -> dict[str, float]:
         (root / folder / part_file(rank)).write_bytes(raw)
         sizes.append(len(raw))
         size, digest = part.record.size, recorded_digest(raw)
-        records[part_file(rank)] = PartRecord(rank, shard_file(rank), size, part.owner, len(raw), digest)
+        records[part_file(rank)] = RecordedPart(rank, shard_file(rank), size, part.owner, len(raw), digest)
     tensors = {name: TensorRecord("float32", full_shape(kind, ranks)) for name in NAMES}
     manifest = Manifest(**FIELDS, rng=seeds(ranks), tensors=tensors, parts=records, chunk=chunk)
     result = {"part_bytes": max(sizes), "parts_bytes": sum(sizes), "encode_part_seconds": seconds / ranks}

@@ -19,7 +19,7 @@ from meshwright.checkpoint.format.manifest_parts import (
     MAX_PART_BYTES,
     MAX_PARTS_BYTES,
     ManifestPart,
-    PartRecord,
+    RecordedPart,
     part_file,
     shard_file,
 )
@@ -64,7 +64,7 @@ class Manifest:
     """The counters of the step recorder."""
     tensors: dict[str, TensorRecord]
     """The dtype and the full shape of every tensor, by name."""
-    parts: dict[str, PartRecord]
+    parts: dict[str, RecordedPart]
     """The parts by file name, in the order of the ranks that wrote them."""
     format: int = FORMAT
     chunk: int = BLOCK_SIZES.digest_bytes
@@ -111,12 +111,12 @@ class Manifest:
         try:
             embedded = {part.file: part for part in split_format_1(values)} if values["format"] == 1 else {}
             records = {
-                file: PartRecord(part.origin.rank, file, part.record.size, part.owner)
+                file: RecordedPart(part.origin.rank, file, part.record.size, part.owner)
                 for file, part in embedded.items()
             }
             if values["format"] != 1:
                 parts = enumerate(values.pop("parts").items())
-                records = {name: PartRecord(rank, shard_file(rank), **part) for rank, (name, part) in parts}
+                records = {name: RecordedPart(rank, shard_file(rank), **part) for rank, (name, part) in parts}
             tensors = {
                 name: TensorRecord(tensor.pop("dtype"), tuple(tensor.pop("shape")))
                 for name, tensor in values["tensors"].items()

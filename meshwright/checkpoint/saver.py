@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.api import CheckpointException
 from meshwright import faults
 from meshwright.checkpoint.dcp_planner import LocalShardSavePlanner, as_planner_state
 from meshwright.checkpoint.format.canonical import recorded_digest
-from meshwright.checkpoint.format.manifest_parts import PartRecord, ShardOrigin
+from meshwright.checkpoint.format.manifest_parts import RecordedPart, ShardOrigin
 from meshwright.checkpoint.format.regions import TensorRecord
 from meshwright.checkpoint.listing import RunLineage, checkpoint_folder, read_fence
 from meshwright.checkpoint.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, Manifest
@@ -328,7 +328,7 @@ class CheckpointSaver:
         self,
         metadata: CheckpointMetadata,
         result: SaveResult,
-        parts: dict[str, PartRecord],
+        parts: dict[str, RecordedPart],
         tensors: dict[str, TensorRecord],
     ) -> None:
         """Publish the manifest, on the coordinator, once every shard and every part is durable."""

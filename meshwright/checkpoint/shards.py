@@ -30,7 +30,7 @@ from meshwright.checkpoint.format.manifest_parts import (
     MAX_PART_BYTES,
     FileRecord,
     ManifestPart,
-    PartRecord,
+    RecordedPart,
     ShardOrigin,
     part_file,
     shard_file,
@@ -48,7 +48,7 @@ TENSOR_ALIGNMENT = 64
 """The alignment in bytes of every region in a shard."""
 ChunkKey = tuple[str, int]
 """The file of a chunk, and its index in that file."""
-PublishManifest = Callable[[dict[str, PartRecord], dict[str, TensorRecord]], None]
+PublishManifest = Callable[[dict[str, RecordedPart], dict[str, TensorRecord]], None]
 """(parts, tensors) -> the manifest is published."""
 
 
@@ -57,7 +57,7 @@ class WrittenPart:
     """What a rank reports to the coordinator: the record of its part, and a summary of the regions that it wrote."""
 
     name: str
-    record: PartRecord
+    record: RecordedPart
     regions: int
     """The number of regions."""
     checksum: int
@@ -153,7 +153,7 @@ class ShardWriter(StorageWriter):
         finally:
             sink.abort()
         size, digest = len(self.part_content), recorded_digest(self.part_content)
-        record = PartRecord(self.origin.rank, self.file, self.record.size, self.owner[0], size, digest)
+        record = RecordedPart(self.origin.rank, self.file, self.record.size, self.owner[0], size, digest)
         boxes = [
             (name, [region.offset for region in of_tensor], [region.shape for region in of_tensor])
             for name, of_tensor in stored.items()

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.checkpoint.format.canonical import recorded_digest
-from meshwright.checkpoint.format.manifest_parts import FileRecord, ManifestPart, PartRecord, ShardOrigin, part_file
+from meshwright.checkpoint.format.manifest_parts import FileRecord, ManifestPart, RecordedPart, ShardOrigin, part_file
 from meshwright.checkpoint.format.regions import TensorRecord, TensorRegion
 from meshwright.checkpoint.listing import checkpoint_folder
 from meshwright.checkpoint.manifest import MANIFEST_FILE, Manifest
@@ -44,7 +44,7 @@ def write_checkpoint(run: Path, tensors: Mapping[str, np.ndarray], identity: dic
     sink.close()
     raw = ManifestPart(origin, SHARD, FileRecord(sink.size, tuple(sink.chunks)), "data/0", {}, stored).encode()
     (run / folder / part_file(0)).write_bytes(raw)
-    parts = {part_file(0): PartRecord(0, SHARD, sink.size, "data/0", len(raw), recorded_digest(raw))}
+    parts = {part_file(0): RecordedPart(0, SHARD, sink.size, "data/0", len(raw), recorded_digest(raw))}
     empty: dict[str, Any] = {}
     manifest = Manifest(
         "0123abcd", 1, STEP, 1, 0, "", {"replicate": 1}, identity, *(empty,) * 6, tensors=records, parts=parts

@@ -61,7 +61,7 @@ class FileRecord:
 
 
 @dataclass(frozen=True)
-class PartRecord:
+class RecordedPart:
     """What the manifest has of a part."""
 
     rank: int

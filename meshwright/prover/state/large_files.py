@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from meshwright.checkpoint.dcp_planner import LocalShardLoadPlanner, LocalShardSavePlanner, as_planner_state
-from meshwright.checkpoint.format.manifest_parts import PartRecord, ShardOrigin
+from meshwright.checkpoint.format.manifest_parts import RecordedPart, ShardOrigin
 from meshwright.checkpoint.format.regions import TensorRecord
 from meshwright.checkpoint.listing import CheckpointEntry
 from meshwright.checkpoint.manifest import Manifest
@@ -83,7 +83,7 @@ def check_file_ends(base: Path) -> list[str]:
 def write(base: Path, folder: str, tensors: dict[str, Tensor], block_sizes: BlockSizes) -> CheckpointEntry:
     """Writes a checkpoint of one rank."""
     store = PosixStore(base, SparseCalls())
-    published: list[tuple[dict[str, PartRecord], dict[str, TensorRecord]]] = []
+    published: list[tuple[dict[str, RecordedPart], dict[str, TensorRecord]]] = []
     publish = lambda parts, records: published.append((parts, records))  # noqa: E731
     writer = ShardWriter(store, folder, ShardOrigin("prove", 1, 1, 1, 0), ("data/0", {}), publish, block_sizes)
     state: CheckpointState = dict(tensors)
