@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from meshwright.api.python_args import errors_for_python, given_path, validated
+from meshwright.api.run_location import default_name, open_pusher, relative_path, run_folder
 from meshwright.checkpoint.listing import RunLineage
 from meshwright.config import RunConfig, config_to_dict
 from meshwright.errors import ConfigError, MeshwrightError
@@ -23,6 +23,7 @@ from meshwright.observe.event_viewer import EventViewer, SilentDisplay
 from meshwright.observe.metrics.exporter import RunExporter
 from meshwright.observe.terminal import EventDisplay, Terminal
 from meshwright.recover.supervisor import RunningRanks, supervise, warn
+from meshwright.store.object_process import make_requests_in_another_process
 from meshwright.telemetry.events import Event, EventFollower
 from meshwright.telemetry.heartbeat import process_start_time
 from meshwright.telemetry.run_folder import RunFolder
@@ -140,7 +141,8 @@ def train(
             ``config.optimizer.lr``, to use instead of ``config.schedule``. It must be a function of its arguments.
         callbacks: receive the records of the run on rank 0, see :class:`Callback`. They run in the process of the rank:
             what they assign to their attributes is not visible in this process.
-        run: run folder. Default: ``runs/PRESET``, or ``runs/NAME`` of the class or function of ``model`` in lower case.
+        run: run folder, or the URL of one in an object store (``s3://``, ``gs://``, ``az://``). Default:
+            ``runs/PRESET``, or ``runs/NAME`` of the class or function of ``model`` in lower case.
         fresh: if True, starts from step 0. An existing run folder is renamed, not deleted.
         fork: if True, continues from the newest checkpoint although settings that change the numbers differ, and
             records a new timeline.
@@ -213,9 +215,16 @@ def _train(
     config = validated(config)
     folder = run_folder(run, default_name(config, user.entry_points, user.model))
     exporter = RunExporter(config.metrics, folder)
-    job = make_job(config, folder, user, accept_code=accept_code, fallback=fallback, cluster=cluster)
-    module = job.custom.module if job.custom is not None else None
     rendezvous = torchrun_rendezvous_info()
+    if rendezvous is None:
+        make_requests_in_another_process()
+    pusher = open_pusher(folder, fresh, rendezvous)
+    try:
+        job = make_job(config, folder, user, accept_code=accept_code, fallback=fallback, cluster=cluster)
+    except BaseException:
+        pusher.close()
+        raise
+    module = job.custom.module if job.custom is not None else None
     make_display = display or partial(Terminal, config, relative_path(folder))
 
     def listen(attempt: int) -> Callable[[Event], None]:
@@ -225,15 +234,16 @@ def _train(
     def start(attempt: int, restart: int) -> RunningRanks:
         return start_ranks(job.as_attempt(attempt, restart, fork))
 
-    with closing(exporter):
+    with closing(exporter), closing(pusher):
         if rendezvous is not None:
+            pusher.start()
             return make_result(folder, run_in_this_process(job, rendezvous, listen, fresh, fork), module)
         viewers = viewer_factory(config, folder, display, exporter)
         give_up = partial(report_incidents, config, folder, lambda: job.callbacks)
         summary = supervise(
             folder,
             config.launch,
-            exporter.beside(start),
+            pusher.beside(exporter.beside(start)),
             viewers,
             fresh=fresh,
             command_started=started,
@@ -244,7 +254,7 @@ def _train(
 
 def train_as_rank(
     config: RunConfig,
-    run: Path | None,
+    run: str | Path | None,
     display: DisplayFactory | None,
     entry_points: Mapping[str, str],
     *,
@@ -275,7 +285,7 @@ def train_as_rank(
 
 def train_with_fork_server(
     config: RunConfig,
-    run: Path | None,
+    run: str | Path | None,
     display: DisplayFactory | None,
     entry_points: Mapping[str, str],
     *,
@@ -289,13 +299,13 @@ def train_with_fork_server(
     folder = run_folder(run, default_name(config, entry_points))
     exporter = RunExporter(config.metrics, folder)
     fork_server = ForkServer(config, folder, fork, fallback, cluster, entry_points, accept_code)
-    with closing(exporter), closing(fork_server):
+    with closing(exporter), closing(open_pusher(folder, fresh)) as pusher, closing(fork_server):
         viewers = viewer_factory(config, folder, display, exporter)
         give_up = partial(report_incidents, config, folder, partial(load_callbacks, config, entry_points))
         summary = supervise(
             folder,
             config.launch,
-            exporter.beside(fork_server.start),
+            pusher.beside(exporter.beside(fork_server.start)),
             viewers,
             fresh=fresh,
             command_started=process_start_time(),
@@ -333,29 +343,6 @@ def read_run_id(folder: RunFolder) -> str:
         return RunLineage.from_identity(read_json(folder.identity_file)).run
     except (MeshwrightError, OSError, KeyError, TypeError):
         return ""
-
-
-def default_name(config: RunConfig, entry_points: Mapping[str, str], model: Any = None) -> str:
-    """The name of a run folder that was not given: the preset, or the class or function of a custom model."""
-    if typed := entry_points.get("model"):
-        return re.split("[.:]", typed)[-1].lower()
-    if model is None:
-        return config.preset
-    return str(getattr(model, "__name__", type(model).__name__)).strip("<>").lower()
-
-
-def run_folder(run: str | Path | None, name: str) -> RunFolder:
-    """Resolves the run folder once, so that a later change of a link or of the working directory has no effect."""
-    try:
-        return RunFolder((given_path(run, "run") if run is not None else Path("runs") / name).resolve())
-    except (OSError, ValueError, RuntimeError) as error:  # a loop of symbolic links, a name with a null character
-        raise ConfigError(f"run {run!s} is not a folder: {error}", "expected --run DIR") from None
-
-
-def relative_path(folder: RunFolder) -> Path:
-    """Returns the path of a run folder relative to the working directory if it is below it."""
-    here = Path.cwd()
-    return folder.root.relative_to(here) if folder.root != here and folder.root.is_relative_to(here) else folder.root
 
 
 def make_result(folder: RunFolder, summary: Any, module: nn.Module | None = None) -> Result:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import argparse
 import difflib
 import inspect
+import re
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -69,6 +70,9 @@ ENTRY_POINTS = {
 Reduction = Annotated[
     Literal["sum", "mean"] | None, option("sum|mean", "what --loss returns: the sum over valid targets, or their mean")
 ]
+URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+RUN_ARGUMENTS = ("RUN", "OTHER")
+"""The arguments that may be the URL of a run in an object store."""
 NO_ENTRY_POINTS: Mapping[str, str] = types.MappingProxyType({})
 
 
@@ -140,7 +144,8 @@ def add_argument(parser: Parser, name: str, hint: Any, default: Any) -> None:
         kind = next(part for part in get_args(kind) if part is not type(None))
     many = get_origin(kind) is tuple
     value_type = get_args(kind)[0] if many else kind
-    value_type = parse_path if value_type is Path else value_type
+    if value_type is Path:
+        value_type = parse_run if argument.metavar in RUN_ARGUMENTS and argument.positional else parse_path
     choices = get_args(kind) if get_origin(kind) is Literal else None
     if argument.positional:
         add(name, metavar=argument.metavar, type=value_type, nargs="+" if many else None if required else "?")
@@ -168,7 +173,18 @@ def parse_path(text: str) -> Path:
     """Parses a path. Empty text, the value of a shell variable that is not set, would be the current folder."""
     if not text.strip():
         raise argparse.ArgumentTypeError("the path is empty")
+    if URL.match(text):
+        raise argparse.ArgumentTypeError("a URL is not a path; only runs can be in an object store")
     return Path(text)
+
+
+def parse_run(text: str) -> Path:
+    """Parses the path of a run, or the URL of one: its records are fetched into a local mirror, which is returned."""
+    if not URL.match(text):
+        return parse_path(text)
+    from meshwright.store.mirror import resolve_run
+
+    return resolve_run(text)
 
 
 def split_overrides(args: Sequence[str], options: set[str]) -> tuple[list[str], tuple[str, ...]]:

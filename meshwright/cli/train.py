@@ -19,7 +19,7 @@ def train(
     file: RunFile = None,
     # torchrun has an option --run-path, and takes --run for its abbreviation: --run-dir is unambiguous there.
     run: Annotated[
-        Path | None, option("DIR", "run folder (default: runs/PRESET, or runs/NAME of --model)", "--run-dir")
+        str | None, option("DIR", "run folder or URL (default: runs/PRESET, or runs/NAME of --model)", "--run-dir")
     ] = None,
     ranks: Ranks = None,
     steps: Annotated[str | None, option("N", "number of optimizer steps of the whole run")] = None,
