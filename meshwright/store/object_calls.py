@@ -119,6 +119,8 @@ def failing_safely(method: Callable[P, T]) -> Callable[P, T]:
             raise RequestFailed("the store does not support this request", retry=False) from None
         except BaseError as error:
             status = STATUS.search(str(error))
+            if status is not None and status[1] in ("401", "403"):
+                raise RequestFailed(f"access was denied{describe_status(error)}", retry=False, denied=True) from None
             final = status is not None and status[1] in ("400", "405", "412", "416", "501")
             raise RequestFailed(describe_cause(error), retry=not final) from None
 

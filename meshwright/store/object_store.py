@@ -199,6 +199,10 @@ class ObjectSink:
                 raise self.store.exists(self.name)
         else:
             self._submit()
+            # obstore cannot complete an upload on a condition: the name is looked up directly before.
+            if self.store.size(self.name) is not None:
+                self.abort()
+                raise self.store.exists(self.name)
             self._put(None)
             assert self.thread is not None
             self.thread.join()
@@ -248,10 +252,8 @@ class ObjectSink:
                 raise RequestFailed("the object differs from what was written", retry=False)
         except UploadAborted:
             pass
-        except FileExistsError:
-            self.failure = self.store.exists(self.name)
         except (RequestFailed, OSError) as error:
-            if not (self.complete and self._is_there(error)):
+            if not (self.complete and self._is_there()):
                 path = self.store.path(self.name)
                 cause = error if isinstance(error, RequestFailed) else error.strerror or type(error).__name__
                 self.failure = OSError(errno.EIO, f"cannot write {path}: {cause}", path)
@@ -265,12 +267,9 @@ class ObjectSink:
             yield part
         if self.aborted:
             raise UploadAborted
-        # A multipart upload cannot be completed on a condition: the name is looked up directly before.
-        if self.store.size(self.name) is not None:
-            raise FileExistsError
         self.complete = True
 
-    def _is_there(self, _after: BaseException | None = None) -> bool:
+    def _is_there(self) -> bool:
         """Whether the object is the one that this sink wrote, although the answer to its completion may be lost."""
         try:
             found = self.store.repeat("find", self.name, lambda: self.store.calls.head(self.name))
