@@ -16,6 +16,7 @@ from typing import Any
 from benchmarks import (
     checkpoint,
     layouts,
+    object_store,
     observation,
     optimizers,
     pipeline,
@@ -45,6 +46,9 @@ PACKAGES = (
     "tokenizers",
     "datasets",
     "HolisticTraceAnalysis",
+    "obstore",
+    "s3fs",
+    "moto",
 )
 BENCHMARKS = (
     "throughput",
@@ -62,6 +66,7 @@ BENCHMARKS = (
     "sampling",
     "recovery",
     "traces",
+    "object_store",
 )
 
 
@@ -111,6 +116,8 @@ def main() -> None:
         result["recovery"] = recovery.measure()
     if "traces" in args.only:
         result["traces"] = traces.measure()
+    if "object_store" in args.only:
+        result["object_store"] = object_store.measure()
     result["targets"] = targets(result)
     result["machine"] |= {"load_at_end": round(os.getloadavg()[0], 2), "seconds": round(time.monotonic() - start, 1)}
     text = json.dumps(result, indent=1)
@@ -203,6 +210,13 @@ def targets(result: dict[str, Any]) -> list[dict[str, Any]]:
         )
     if "traces" in result:
         rows += traces_targets(result["traces"] or {})
+    if "object_store" in result:
+        for ranks in object_store.ROUNDS:
+            row = (result["object_store"] or {}).get("ranks", {}).get(ranks, {})
+            for quantity, bound in object_store.TARGETS.items():
+                value = row[f"{quantity}_ratio"]["median"] if row else None
+                name = f"object store, {quantity} of a save / {object_store.DCP}, ranks {ranks}"
+                rows.append(target(name, value, bound, "<="))
     return rows
 
 

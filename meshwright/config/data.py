@@ -75,6 +75,8 @@ class DataConfig(SourceConfig):
     worker_kind: Annotated[Literal["thread", "process"], PLACEMENT] = "thread"
     """thread for cheap decoding, process for decoding that holds the global interpreter lock"""
     shard_cache: Annotated[NonNegativeInt, PLACEMENT] = 0
-    """size in bytes of the local cache for shards sources; 0: shards are mapped from their folder (from a URL: 64 GiB)"""
+    """size in bytes of the local cache for shards sources; 0: shards are mapped from their folder, and those of a URL
+    have a cache of 64 GiB
+    """
     prefetch: Annotated[int, Range(minimum=1, maximum=1024), PLACEMENT] = 4
     """micro-batches that the workers prepare ahead"""

@@ -6,8 +6,8 @@ import uuid
 
 import pytest
 from fault_proxy import FaultProxy
-from s3_server import BUCKET, environment, missing_packages, s3_server
 
+from benchmarks.s3_server import BUCKET, environment, missing_packages, s3_server
 from meshwright.store.object_process import STATE, close_processes
 
 

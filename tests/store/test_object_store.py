@@ -11,8 +11,8 @@ import time
 
 import pytest
 from fault_proxy import Fault
-from s3_server import open_uploads
 
+from benchmarks.s3_server import open_uploads
 from meshwright.checkpoint.listing import list_checkpoint_folders
 from meshwright.errors import ConfigError
 from meshwright.store import object_calls, object_store

@@ -5,9 +5,9 @@ from __future__ import annotations
 import shutil
 
 import pytest
-from s3_server import BUCKET
 from small_run import small_config, step_records
 
+from benchmarks.s3_server import BUCKET
 from meshwright import report, train
 from meshwright.checkpoint.inspect import list_rows, verify_rows
 from meshwright.errors import ConfigError, MeshwrightError
