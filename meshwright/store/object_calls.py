@@ -19,8 +19,10 @@ PART_BYTES = 16 << 20
 PARTS_IN_FLIGHT = 4
 """The parts of one upload that are sent at the same time."""
 MAX_OBJECT_BYTES = 10_000 * PART_BYTES
-TOKEN = "meshwright-token"
-"""The metadata field in which an object carries the token of its writer."""
+TOKEN = "meshwrighttoken"
+"""The metadata field in which an object carries the token of its writer. Azure allows no hyphen, some proxies no
+underscore.
+"""
 STATUS = re.compile(r"status(?: code)?:? (\d{3})")
 CODE = re.compile(r"<Code>(\w{1,60})</Code>")
 CAUSES = {

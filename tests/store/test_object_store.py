@@ -201,6 +201,16 @@ def test_bucket_that_does_not_exist_is_refused(s3):
         require_conditional_put(ObjectStore("s3://another-bucket/run", QUICK))
 
 
+@pytest.mark.parametrize("forking", [False, True])
+def test_missing_library_is_an_error_of_the_config(s3, url, monkeypatch, tmp_path, forking):
+    monkeypatch.setitem(sys.modules, "obstore", None)
+    (tmp_path / "obstore.py").write_text("raise ImportError")
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setattr(STATE, "forking", os.getpid() if forking else 0)
+    with pytest.raises(ConfigError, match=r"meshwright\[objectstore\]"):
+        require_conditional_put(ObjectStore(url))
+
+
 def test_probe_accepts_a_conditional_put_and_leaves_nothing(store):
     require_conditional_put(store)
     assert store.list_names("") == []
