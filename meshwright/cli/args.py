@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NewType, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from meshwright.errors import ConfigError
 
@@ -71,6 +71,8 @@ Reduction = Annotated[
     Literal["sum", "mean"] | None, option("sum|mean", "what --loss returns: the sum over valid targets, or their mean")
 ]
 URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+RunLocation = NewType("RunLocation", str)
+"""The path of a run folder, or the URL of a run in an object store."""
 RUN_ARGUMENTS = ("RUN", "OTHER")
 """The arguments that may be the URL of a run in an object store."""
 NO_ENTRY_POINTS: Mapping[str, str] = types.MappingProxyType({})
@@ -146,6 +148,8 @@ def add_argument(parser: Parser, name: str, hint: Any, default: Any) -> None:
     value_type = get_args(kind)[0] if many else kind
     if value_type is Path:
         value_type = parse_run if argument.metavar in RUN_ARGUMENTS and argument.positional else parse_path
+    elif value_type is RunLocation:
+        value_type = parse_location
     choices = get_args(kind) if get_origin(kind) is Literal else None
     if argument.positional:
         add(name, metavar=argument.metavar, type=value_type, nargs="+" if many else None if required else "?")
@@ -176,6 +180,11 @@ def parse_path(text: str) -> Path:
     if URL.match(text):
         raise argparse.ArgumentTypeError("a URL is not a path; only runs can be in an object store")
     return Path(text)
+
+
+def parse_location(text: str) -> RunLocation:
+    """Parses the path or URL of a run that is trained."""
+    return RunLocation(text if URL.match(text) else str(parse_path(text)))
 
 
 def parse_run(text: str) -> Path:
