@@ -17,6 +17,7 @@ from benchmarks import (
     checkpoint,
     layouts,
     manifest,
+    object_store,
     observation,
     optimizers,
     pipeline,
@@ -46,6 +47,9 @@ PACKAGES = (
     "tokenizers",
     "datasets",
     "HolisticTraceAnalysis",
+    "obstore",
+    "s3fs",
+    "moto",
 )
 BENCHMARKS = (
     "throughput",
@@ -64,6 +68,7 @@ BENCHMARKS = (
     "sampling",
     "recovery",
     "traces",
+    "object_store",
 )
 
 
@@ -115,6 +120,8 @@ def main() -> None:
         result["recovery"] = recovery.measure()
     if "traces" in args.only:
         result["traces"] = traces.measure()
+    if "object_store" in args.only:
+        result["object_store"] = object_store.measure()
     result["targets"] = targets(result)
     result["machine"] |= {"load_at_end": round(os.getloadavg()[0], 2), "seconds": round(time.monotonic() - start, 1)}
     text = json.dumps(result, indent=1)
@@ -210,6 +217,13 @@ def targets(result: dict[str, Any]) -> list[dict[str, Any]]:
         )
     if "traces" in result:
         rows += traces_targets(result["traces"] or {})
+    if "object_store" in result:
+        for ranks in object_store.ROUNDS:
+            row = (result["object_store"] or {}).get("ranks", {}).get(ranks, {})
+            for quantity, bound in object_store.TARGETS.items():
+                value = row[f"{quantity}_ratio"]["median"] if row else None
+                name = f"object store, {quantity} of a save / {object_store.DCP}, ranks {ranks}"
+                rows.append(target(name, value, bound, "<="))
     return rows
 
 

@@ -24,6 +24,7 @@ from meshwright.history.run_history import RunHistory
 from meshwright.io import read_json
 from meshwright.launch.scratch_folder import ScratchFolder, remove_stale_folders
 from meshwright.observe.event_viewer import SilentDisplay
+from meshwright.store.mirror import resolve_run
 from meshwright.telemetry.run_folder import RunFolder
 
 TRIAL_STEPS = 20
@@ -49,7 +50,8 @@ class RunDiagnosis:
 
 def diagnose_folder(run: Path | str) -> RunDiagnosis:
     """Diagnoses a run that is running, finished or failed. Its folder is only read."""
-    return RunDiagnosis(Path(run), diagnose_run(RunHistory(RunFolder(Path(run)))))
+    folder = resolve_run(run)
+    return RunDiagnosis(folder, diagnose_run(RunHistory(RunFolder(folder))))
 
 
 def try_first_finding(

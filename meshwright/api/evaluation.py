@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from meshwright.api.python_args import errors_for_python, given_path
+from meshwright.api.python_args import errors_for_python, given_run
 from meshwright.config import BLOCK_SIZES, RunConfig, identity, load_config
 from meshwright.config.device_defaults import with_device_defaults
 from meshwright.errors import CheckpointError, ConfigError, DataError, IdentityError
@@ -73,7 +73,7 @@ def evaluate(
         DataError: a sample cannot be decoded.
     """
     with errors_for_python():
-        return evaluate_run(given_path(run, "run"), overrides, ranks, step, samples, user or UserCode())
+        return evaluate_run(given_run(run, "run"), overrides, ranks, step, samples, user or UserCode())
 
 
 def evaluate_run(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from meshwright.api.python_args import errors_for_python, given_path
+from meshwright.api.python_args import errors_for_python, given_run
 from meshwright.generate.settings import Sample, SamplingConfig
 
 
@@ -56,7 +56,7 @@ def sample(
     with errors_for_python():
         texts = [prompts] if isinstance(prompts, str) else list(prompts)
         config = SamplingConfig(tokens, temperature, top_k, top_p, seed)
-        return sample_run(given_path(run, "run"), texts, config, step, tokenizer, on_text or ignore_text)
+        return sample_run(given_run(run, "run"), texts, config, step, tokenizer, on_text or ignore_text)
 
 
 def ignore_text(_prompt: int, _text: str) -> None:

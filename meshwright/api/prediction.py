@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
-from meshwright.api.python_args import errors_for_python, given_path, validated
+from meshwright.api.python_args import errors_for_python, given_run, validated
 from meshwright.config import PRESETS, RunConfig, config_from_dict, config_to_dict
 from meshwright.errors import ConfigError, IdentityError
 from meshwright.launch.user_code.user_code import UserCode
@@ -248,7 +248,7 @@ def report(
     """
     user = UserCode(model, loss, source, parallel_spec, collate, reduction=reduction, init=init)
     with errors_for_python():
-        return report_run(given_path(run, "run"), user)
+        return report_run(given_run(run, "run"), user)
 
 
 def report_run(run: Path, user: UserCode) -> Report:

@@ -11,6 +11,8 @@ from pathlib import Path
 from meshwright.config import RunConfig, config_from_dict, config_to_dict
 from meshwright.errors import ConfigError, MeshwrightError, with_python_hint
 from meshwright.recover.failures import RanksFailed
+from meshwright.store.mirror import resolve_run
+from meshwright.store.object_url import is_url
 
 
 def validated(config: RunConfig | None, ranks: int | None = None) -> RunConfig:
@@ -29,6 +31,11 @@ def errors_for_python() -> Iterator[None]:
         if error.exit_code == 128 + signal.SIGINT:
             raise KeyboardInterrupt(str(error)) from error
         raise with_python_hint(error) from None
+
+
+def given_run(run: str | Path, name: str) -> Path:
+    """Returns the folder of a run that is read: a path, or the mirror of a URL with the records that its store has."""
+    return resolve_run(run if is_url(run) else given_path(run, name))
 
 
 def given_path(path: str | Path, name: str) -> Path:

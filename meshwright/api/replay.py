@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from meshwright.api.python_args import errors_for_python, given_path
+from meshwright.api.python_args import errors_for_python, given_run
 from meshwright.launch.user_code.user_code import UserCode
 from meshwright.telemetry.run_folder import RunFolder
 
@@ -48,7 +48,7 @@ def replay(
     from meshwright.replay.replay import replay_step
 
     with errors_for_python():
-        folder = RunFolder(given_path(run, "run"))
+        folder = RunFolder(given_run(run, "run"))
         return replay_step(folder, step, ranks, overrides, user or UserCode(), tokenizer)
 
 
@@ -72,5 +72,5 @@ def bisect(run: str | Path, other: str | Path, *, user: UserCode | None = None) 
     from meshwright.replay.bisect import bisect_runs
 
     with errors_for_python():
-        folders = RunFolder(given_path(run, "run")), RunFolder(given_path(other, "other"))
+        folders = RunFolder(given_run(run, "run")), RunFolder(given_run(other, "other"))
         return bisect_runs(*folders, user or UserCode())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import re
 import time
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import closing
@@ -13,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from meshwright.api.python_args import errors_for_python, given_path, validated
+from meshwright.api.run_location import PushingLauncher, default_name, open_pusher, relative_path, run_folder
 from meshwright.channel import read_secret
 from meshwright.checkpoint.listing import RunLineage
 from meshwright.config import RunConfig, config_to_dict
@@ -27,6 +27,7 @@ from meshwright.observe.terminal import EventDisplay, Terminal
 from meshwright.recover.hosts.supervise_hosts import supervise_hosts
 from meshwright.recover.running_ranks import RunningRanks
 from meshwright.recover.supervisor import supervise, warn
+from meshwright.store.object_process import make_requests_in_another_process
 from meshwright.telemetry.events import Event, EventFollower
 from meshwright.telemetry.heartbeat import process_start_time
 from meshwright.telemetry.run_folder import RunFolder
@@ -144,7 +145,8 @@ def train(
             ``config.optimizer.lr``, to use instead of ``config.schedule``. It must be a function of its arguments.
         callbacks: receive the records of the run on rank 0, see :class:`Callback`. They run in the process of the rank:
             what they assign to their attributes is not visible in this process.
-        run: run folder. Default: ``runs/PRESET``, or ``runs/NAME`` of the class or function of ``model`` in lower case.
+        run: run folder, or the URL of one in an object store (``s3://``, ``gs://``, ``az://``). Default:
+            ``runs/PRESET``, or ``runs/NAME`` of the class or function of ``model`` in lower case.
         fresh: if True, starts from step 0. An existing run folder is renamed, not deleted.
         fork: if True, continues from the newest checkpoint although settings that change the numbers differ, and
             records a new timeline.
@@ -217,14 +219,21 @@ def _train(
     config = validated(config)
     folder = run_folder(run, default_name(config, user.entry_points, user.model))
     exporter = RunExporter(config.metrics, folder)
-    job = make_job(config, folder, user, accept_code=accept_code, fallback=fallback, cluster=cluster)
-    module = job.custom.module if job.custom is not None else None
     rendezvous = torchrun_rendezvous_info()
     if config.launch.hosts > 1 and rendezvous is None:
         raise ConfigError(
             f"launch.hosts = {config.launch.hosts} in a Python process, whose ranks are forked on one host",
             "try the command line, meshwright train --model MODULE:NAME, on every host, or torchrun",
         )
+    if rendezvous is None:
+        make_requests_in_another_process()
+    pusher = open_pusher(folder, fresh, rendezvous)
+    try:
+        job = make_job(config, folder, user, accept_code=accept_code, fallback=fallback, cluster=cluster)
+    except BaseException:
+        pusher.close()
+        raise
+    module = job.custom.module if job.custom is not None else None
     make_display = display or partial(Terminal, config, relative_path(folder))
 
     def listen(attempt: int) -> Callable[[Event], None]:
@@ -234,15 +243,16 @@ def _train(
     def start(attempt: int, restart: int) -> RunningRanks:
         return start_ranks(job.as_attempt(attempt, restart, fork))
 
-    with closing(exporter):
+    with closing(exporter), closing(pusher):
         if rendezvous is not None:
+            pusher.start()
             return make_result(folder, run_in_this_process(job, rendezvous, listen, fresh, fork), module)
         viewers = viewer_factory(config, folder, display, exporter)
         give_up = partial(report_incidents, config, folder, lambda: job.callbacks)
         summary = supervise(
             folder,
             config.launch,
-            exporter.beside(start),
+            pusher.beside(exporter.beside(start)),
             viewers,
             fresh=fresh,
             command_started=started,
@@ -253,7 +263,7 @@ def _train(
 
 def train_as_rank(
     config: RunConfig,
-    run: Path | None,
+    run: str | Path | None,
     display: DisplayFactory | None,
     entry_points: Mapping[str, str],
     *,
@@ -284,7 +294,7 @@ def train_as_rank(
 
 def train_with_fork_server(
     config: RunConfig,
-    run: Path | None,
+    run: str | Path | None,
     display: DisplayFactory | None,
     entry_points: Mapping[str, str],
     *,
@@ -298,18 +308,19 @@ def train_with_fork_server(
     folder = run_folder(run, default_name(config, entry_points))
     exporter = RunExporter(config.metrics, folder)
     fork_server = ForkServer(config, folder, fork, fallback, cluster, entry_points, accept_code)
-    with closing(exporter), closing(fork_server):
+    with closing(exporter), closing(open_pusher(folder, fresh)) as pusher, closing(fork_server):
         viewers = viewer_factory(config, folder, display, exporter)
         give_up = partial(report_incidents, config, folder, partial(load_callbacks, config, entry_points))
         started, close = process_start_time(), fork_server.close
         options: dict[str, Any] = {"command_started": started, "on_give_up": give_up, "close": close}
         if config.launch.hosts > 1:
             policy = hosts_policy(config, "model" in entry_points)
+            launcher = PushingLauncher(pusher, fork_server)
             summary = supervise_hosts(
-                folder, config.launch, fork_server, viewers, policy, read_secret(), exporter.beside, fresh, **options
+                folder, config.launch, launcher, viewers, policy, read_secret(), exporter.beside, fresh, **options
             )
         else:
-            start = exporter.beside(fork_server.start)
+            start = pusher.beside(exporter.beside(fork_server.start))
             summary = supervise(folder, config.launch, start, viewers, fresh=fresh, **options)
         return make_result(folder, summary)
 
@@ -342,29 +353,6 @@ def read_run_id(folder: RunFolder) -> str:
         return RunLineage.from_identity(read_json(folder.identity_file)).run
     except (MeshwrightError, OSError, KeyError, TypeError):
         return ""
-
-
-def default_name(config: RunConfig, entry_points: Mapping[str, str], model: Any = None) -> str:
-    """The name of a run folder that was not given: the preset, or the class or function of a custom model."""
-    if typed := entry_points.get("model"):
-        return re.split("[.:]", typed)[-1].lower()
-    if model is None:
-        return config.preset
-    return str(getattr(model, "__name__", type(model).__name__)).strip("<>").lower()
-
-
-def run_folder(run: str | Path | None, name: str) -> RunFolder:
-    """Resolves the run folder once, so that a later change of a link or of the working directory has no effect."""
-    try:
-        return RunFolder((given_path(run, "run") if run is not None else Path("runs") / name).resolve())
-    except (OSError, ValueError, RuntimeError) as error:  # a loop of symbolic links, a name with a null character
-        raise ConfigError(f"run {run!s} is not a folder: {error}", "expected --run DIR") from None
-
-
-def relative_path(folder: RunFolder) -> Path:
-    """Returns the path of a run folder relative to the working directory if it is below it."""
-    here = Path.cwd()
-    return folder.root.relative_to(here) if folder.root != here and folder.root.is_relative_to(here) else folder.root
 
 
 def make_result(folder: RunFolder, summary: Any, module: nn.Module | None = None) -> Result:

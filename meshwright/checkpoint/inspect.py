@@ -13,6 +13,7 @@ from meshwright.checkpoint.listing import (
     CheckpointEntry,
     list_checkpoint_folders,
     list_published,
+    open_run_store,
     read_entry,
 )
 from meshwright.checkpoint.manifest import Manifest
@@ -20,7 +21,6 @@ from meshwright.checkpoint.unsharded import compare_checkpoints, state_digest
 from meshwright.checkpoint.verify import find_damage
 from meshwright.config import RunConfig, load_config
 from meshwright.errors import CheckpointError, ConfigError
-from meshwright.store.posix import PosixStore
 from meshwright.telemetry.run_folder import RunFolder
 
 
@@ -28,20 +28,21 @@ def find_entries(path: Path) -> list[CheckpointEntry]:
     """Every checkpoint of a run folder, newest first, or the single one of a checkpoint folder."""
     resolved = path.resolve()
     if (match := NAME_PATTERN.fullmatch(resolved.name)) and len(resolved.parents) > 1:
-        RunFolder(resolved.parents[1]).require_own_folders()
-        store = PosixStore(resolved.parents[1])
+        folder = RunFolder(resolved.parents[1])
+        folder.require_own_folders()
+        store = open_run_store(folder)
         return [read_entry(store, f"{CHECKPOINTS_FOLDER}/{match[0]}", int(match[1]), int(match[2]))]
     if not path.is_dir():
         raise ConfigError(f"{path} is not a folder", "expected a run folder, or a folder under its checkpoints/")
     RunFolder(path).require_own_folders()
-    return list_checkpoint_folders(PosixStore(path))
+    return list_checkpoint_folders(open_run_store(RunFolder(path)))
 
 
 def find_published(path: Path, step: int | None) -> list[CheckpointEntry]:
     """The valid published checkpoints, newest first, of one step if a step is given; an error if there is none."""
     entries = [e for e in find_entries(path) if e.published and not e.fenced and step in (None, e.step)]
     if not entries:
-        steps = ", ".join(str(entry.step) for entry in list_published(PosixStore(path))) or "none"
+        steps = ", ".join(str(entry.step) for entry in list_published(open_run_store(RunFolder(path)))) or "none"
         which = f" of step {step}" if step is not None else ""
         raise CheckpointError(f"{path} has no checkpoint{which}", f"expected one of the steps: {steps}")
     return entries

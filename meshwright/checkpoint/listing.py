@@ -20,6 +20,7 @@ from meshwright.checkpoint.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, Ma
 from meshwright.errors import CheckpointError
 from meshwright.io import MAX_JSON_BYTES
 from meshwright.store.interface import Store
+from meshwright.store.mirror import MirroredStore
 from meshwright.store.posix import PosixStore
 from meshwright.telemetry.run_folder import RunFolder, parse_attempt
 
@@ -118,8 +119,9 @@ class RunLineage:
             raise ValueError("a number is not finite") from None
 
 
-def open_run_store(folder: RunFolder) -> PosixStore:
-    return PosixStore(folder.root)
+def open_run_store(folder: RunFolder) -> Store:
+    """Where the checkpoints and leases of a run are: its folder, or the object store that the folder mirrors."""
+    return MirroredStore(url, folder.root) if (url := folder.url) else PosixStore(folder.root)
 
 
 def list_checkpoint_folders(store: Store) -> list[CheckpointEntry]:

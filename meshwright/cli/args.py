@@ -13,12 +13,13 @@ from __future__ import annotations
 import argparse
 import difflib
 import inspect
+import re
 import types
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Annotated, Any, Literal, NoReturn, Union, get_args, get_origin, get_type_hints
+from typing import Annotated, Any, Literal, NewType, NoReturn, Union, get_args, get_origin, get_type_hints
 
 from meshwright.errors import ConfigError
 
@@ -69,6 +70,11 @@ ENTRY_POINTS = {
 Reduction = Annotated[
     Literal["sum", "mean"] | None, option("sum|mean", "what --loss returns: the sum over valid targets, or their mean")
 ]
+URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://")
+RunLocation = NewType("RunLocation", str)
+"""The path of a run folder, or the URL of a run in an object store."""
+RUN_ARGUMENTS = ("RUN", "OTHER")
+"""The arguments that may be the URL of a run in an object store."""
 NO_ENTRY_POINTS: Mapping[str, str] = types.MappingProxyType({})
 
 
@@ -140,7 +146,10 @@ def add_argument(parser: Parser, name: str, hint: Any, default: Any) -> None:
         kind = next(part for part in get_args(kind) if part is not type(None))
     many = get_origin(kind) is tuple
     value_type = get_args(kind)[0] if many else kind
-    value_type = parse_path if value_type is Path else value_type
+    if value_type is Path:
+        value_type = parse_run if argument.metavar in RUN_ARGUMENTS and argument.positional else parse_path
+    elif value_type is RunLocation:
+        value_type = parse_location
     choices = get_args(kind) if get_origin(kind) is Literal else None
     if argument.positional:
         add(name, metavar=argument.metavar, type=value_type, nargs="+" if many else None if required else "?")
@@ -168,7 +177,23 @@ def parse_path(text: str) -> Path:
     """Parses a path. Empty text, the value of a shell variable that is not set, would be the current folder."""
     if not text.strip():
         raise argparse.ArgumentTypeError("the path is empty")
+    if URL.match(text):
+        raise argparse.ArgumentTypeError("a URL is not a path; only runs can be in an object store")
     return Path(text)
+
+
+def parse_location(text: str) -> RunLocation:
+    """Parses the path or URL of a run that is trained."""
+    return RunLocation(text if URL.match(text) else str(parse_path(text)))
+
+
+def parse_run(text: str) -> Path:
+    """Parses the path of a run, or the URL of one: its records are fetched into a local mirror, which is returned."""
+    if not URL.match(text):
+        return parse_path(text)
+    from meshwright.store.mirror import resolve_run
+
+    return resolve_run(text)
 
 
 def split_overrides(args: Sequence[str], options: set[str]) -> tuple[list[str], tuple[str, ...]]:

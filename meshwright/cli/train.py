@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-from meshwright.cli.args import NO_ENTRY_POINTS, Json, Ranks, RunFile, flag, option
+from meshwright.cli.args import NO_ENTRY_POINTS, Json, Ranks, RunFile, RunLocation, flag, option
 from meshwright.cli.output import emit
 from meshwright.errors import ConfigError
 
@@ -19,7 +19,8 @@ def train(
     file: RunFile = None,
     # torchrun has an option --run-path, and takes --run for its abbreviation: --run-dir is unambiguous there.
     run: Annotated[
-        Path | None, option("DIR", "run folder (default: runs/PRESET, or runs/NAME of --model)", "--run-dir")
+        RunLocation | None,
+        option("DIR", "run folder or URL (default: runs/PRESET, or runs/NAME of --model)", "--run-dir"),
     ] = None,
     ranks: Ranks = None,
     steps: Annotated[str | None, option("N", "number of optimizer steps of the whole run")] = None,

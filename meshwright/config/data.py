@@ -24,7 +24,7 @@ class SourceConfig:
     written; synthetic: random token ids, seeded by the index of the sample
     """
     path: Annotated[str, PLACEMENT] = ""
-    """file, folder or glob pattern of a tokens, text, jsonl or chat source; the folder of a shards source"""
+    """file, folder or glob pattern of a tokens, text, jsonl or chat source; the folder or URL of a shards source"""
     dtype: Literal["uint16", "uint32"] = "uint16"
     """type of the token ids in a tokens file"""
     tokenizer: Annotated[str, PLACEMENT] = ""
@@ -75,6 +75,8 @@ class DataConfig(SourceConfig):
     worker_kind: Annotated[Literal["thread", "process"], PLACEMENT] = "thread"
     """thread for cheap decoding, process for decoding that holds the global interpreter lock"""
     shard_cache: Annotated[NonNegativeInt, PLACEMENT] = 0
-    """size in bytes of the local cache for shards sources; 0: shards are mapped from their folder"""
+    """size in bytes of the local cache for shards sources; 0: shards are mapped from their folder, and those of a URL
+    have a cache of 64 GiB
+    """
     prefetch: Annotated[int, Range(minimum=1, maximum=1024), PLACEMENT] = 4
     """micro-batches that the workers prepare ahead"""

@@ -51,7 +51,7 @@ def open_source(source: SourceConfig, data: DataConfig, vocab: int, separator: i
     if source.kind == "synthetic":
         return SyntheticSource(source.samples, sequence, vocab)
     if source.kind == "shards":
-        shards = TokenShards(Path(source.path), data.shard_cache)
+        shards = TokenShards(source.path, data.shard_cache)
         masked = shards.index.masked
         return PackedChats(shards, sequence, vocab, source.packing) if masked else ShardSource(shards, sequence, vocab)
     files = find_files(source.path)

@@ -24,6 +24,8 @@ from meshwright.data.source import content_digest
 from meshwright.errors import ConfigError, DataError
 from meshwright.io import MAX_JSON_BYTES, parse_json
 from meshwright.store.interface import Store
+from meshwright.store.object_store import ObjectStore
+from meshwright.store.object_url import is_url, parse_url
 from meshwright.store.posix import PosixStore
 
 INDEX = "index.json"
@@ -33,6 +35,8 @@ ENDS = np.dtype("<u8")
 MASK = np.dtype("u1")
 OPEN_FILES = 16
 """Shard files that a process keeps mapped."""
+URL_CACHE_BYTES = 64 << 30
+"""The size of the cache for shards in an object store, unless data.shard_cache gives another."""
 EXPECTED = "a folder that meshwright data prepare has written"
 
 
@@ -135,11 +139,17 @@ class TokenShards:
     """Random access to the token ids, documents and masks of a folder of shards.
 
     Without `cache_bytes`, files are mapped from the folder. With it, whole files are fetched into a local cache of that
-    size. A file is verified by its digest when a process first maps it.
+    size. Files of an object store, whose URL is `folder`, are always fetched into a cache. A file is verified by its
+    digest when a process first maps it.
     """
 
-    def __init__(self, folder: Path, cache_bytes: int = 0) -> None:
-        self.folder, store = Path(folder), PosixStore(Path(folder))
+    def __init__(self, folder: Path | str, cache_bytes: int = 0) -> None:
+        store: Store
+        if is_url(folder):
+            store, cache_bytes = ObjectStore(parse_url(folder)), cache_bytes or URL_CACHE_BYTES
+        else:
+            store = PosixStore(Path(folder))
+        self.folder = Path(folder)
         self.index = read_index(store, self.folder)
         self.files: ShardFiles = (
             ShardCache(store, self.folder, cache_bytes) if cache_bytes else FolderFiles(self.folder)

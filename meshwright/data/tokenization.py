@@ -13,6 +13,7 @@ from meshwright.data.source import content_digest
 from meshwright.data.token_files import SEPARATOR_BYTE
 from meshwright.errors import ConfigError, DataError
 from meshwright.io import read_regular_file
+from meshwright.store.object_url import is_url
 
 TOKENIZER_FILE = "tokenizer.json"
 MAX_TOKENIZER_BYTES = 256 << 20
@@ -84,8 +85,12 @@ def find_run_tokenizer(config: RunConfig, folder: Path | None = None, tokenizer:
     if tokenizer or config.data.tokenizer:
         return str(find_tokenizer(tokenizer or config.data.tokenizer))
     if config.data.kind == "shards" and not config.data.mixture and folder is None:
-        shards = TokenShards(Path(config.data.path))
-        return None if shards.index.tokenizer == "bytes" else str(shards.folder / TOKENIZER_FILE)
+        shards = TokenShards(config.data.path)
+        if shards.index.tokenizer == "bytes":
+            return None
+        if is_url(config.data.path):
+            raise ConfigError(f"{config.data.path} is in an object store", "expected --tokenizer FILE of its tokenizer")
+        return str(shards.folder / TOKENIZER_FILE)
     for beside in (folder, Path(config.init_from) if config.init_from else None):
         if beside is not None and (beside / TOKENIZER_FILE).is_file():
             return str(beside / TOKENIZER_FILE)

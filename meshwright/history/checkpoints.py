@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import os
 import stat
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
+from time import monotonic
 
 from meshwright.checkpoint.listing import CHECKPOINTS_FOLDER, NAME_PATTERN
 from meshwright.checkpoint.manifest import MANIFEST_FILE
+from meshwright.errors import ConfigError
+from meshwright.store.object_store import ObjectStore
 from meshwright.telemetry.events import Event
 from meshwright.telemetry.run_folder import RunFolder
 
 MAX_FOLDERS = 1 << 14
 """The checkpoint folders that are looked at."""
+LIST_SECONDS = 10.0
 
 
 @dataclass
@@ -44,6 +49,8 @@ class CheckpointRecords:
 
     by_name: dict[str, CheckpointHistory] = field(default_factory=dict)
     damaged: set[str] = field(default_factory=set)
+    listed: tuple[float, list[tuple[str, float | None]]] = (-float("inf"), [])
+    """when the object store of the run was listed (monotonic clock), and what it had"""
 
     def receive(self, event: Event) -> None:
         """Takes a `checkpoint` or `damaged` record."""
@@ -59,7 +66,7 @@ class CheckpointRecords:
     def update(self, folder: RunFolder) -> list[CheckpointHistory]:
         """Looks at the folders that exist, and returns all checkpoints in the order of their steps."""
         published = set()
-        for name, time in published_folders(folder):
+        for name, time in self.published_objects(folder) if folder.url else published_folders(folder):
             published.add(name)
             if name not in self.by_name and (match := NAME_PATTERN.fullmatch(name)):  # its record was lost
                 self.by_name[name] = CheckpointHistory(int(match[1]), int(match[2]), time)
@@ -67,11 +74,20 @@ class CheckpointRecords:
             found.state = "damaged" if name in self.damaged else "published" if name in published else "deleted"
         return sorted(self.by_name.values(), key=lambda found: (found.step, found.attempt))
 
+    def published_objects(self, folder: RunFolder) -> list[tuple[str, float | None]]:
+        """(name, unknown time) of every checkpoint in the object store, listed at most every LIST_SECONDS."""
+        if monotonic() - self.listed[0] > LIST_SECONDS:
+            with suppress(OSError, ConfigError):
+                objects = ObjectStore(folder.url).list_sizes(CHECKPOINTS_FOLDER)
+                names = [name.split("/")[1] for name in objects if name.endswith(f"/{MANIFEST_FILE}")]
+                self.listed = monotonic(), [(name, None) for name in names if NAME_PATTERN.fullmatch(name)]
+        return self.listed[1]
 
-def published_folders(folder: RunFolder) -> list[tuple[str, float]]:
+
+def published_folders(folder: RunFolder) -> list[tuple[str, float | None]]:
     """(name, time) of every checkpoint folder with a manifest."""
     root = folder.root / CHECKPOINTS_FOLDER
-    published = []
+    published: list[tuple[str, float | None]] = []
     try:
         with os.scandir(root) as entries:
             names = [entry.name for entry in islice(entries, MAX_FOLDERS) if NAME_PATTERN.fullmatch(entry.name)]

@@ -33,6 +33,7 @@ from meshwright.parallel.world import device_type
 from meshwright.recover.incidents import Incident
 from meshwright.recover.lease import Lease, acquire_lease
 from meshwright.recover.supervisor import newest_checkpoint_step, record_lost_attempts, warn
+from meshwright.store.object_process import make_requests_in_another_process
 from meshwright.telemetry.events import Event
 from meshwright.telemetry.heartbeat import Heartbeat
 from meshwright.telemetry.run_folder import RunFolder
@@ -60,6 +61,8 @@ def make_job(
 ) -> Job:
     """Validates the run and opens its data sources; forked ranks share the memory maps of this process."""
     raise_if_spawning()
+    if not started_by_torchrun():
+        make_requests_in_another_process()
     if user.model is None:
         config = take_initial_model(config)
     given, config = config, with_device_defaults(config, device_type(config.launch), user.model is not None)

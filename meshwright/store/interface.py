@@ -1,7 +1,7 @@
 """The interface between Meshwright and durable storage: what a checkpoint requires of any store. Torch-free.
 
-Checkpoints reach storage only through `Store`. A POSIX directory implements it today; an object store has to keep
-the same promises: `create` writes a new object once, and `publish_if_absent` is atomic and happens at most once.
+Checkpoints reach storage only through `Store`. A POSIX directory (`posix.py`) and an object store (`object_store.py`)
+keep the same promises: `create` writes a new file once, and `publish_if_absent` is atomic and happens at most once.
 """
 
 from __future__ import annotations
@@ -45,6 +45,12 @@ class Store(Protocol):
         """
         ...
 
+    def replace(self, name: str, content: bytes) -> None:
+        """Write a small file, in place of the one of that name if there is one. A reader sees the content before or
+        after, never a part of it. The content need not be durable: it suits a counter that is written again.
+        """
+        ...
+
     def read(self, name: str, start: int, length: int) -> bytes:
         """Up to `length` bytes from offset `start`; fewer only at the end of the file."""
         ...
@@ -54,7 +60,7 @@ class Store(Protocol):
         ...
 
     def list_names(self, folder: str) -> list[str]:
-        """The sorted names in a folder; an absent folder is empty."""
+        """The sorted names in a folder, of files and of folders; an absent folder is empty."""
         ...
 
     def remove(self, name: str) -> None:

@@ -60,6 +60,9 @@ class PosixCalls:
     def link(self, path: str, name: str) -> None:
         os.link(path, name)
 
+    def rename(self, path: str, name: str) -> None:
+        os.rename(path, name)
+
     def remove(self, path: str) -> None:
         os.unlink(path)
 
@@ -141,6 +144,25 @@ class PosixStore:
         finally:
             with suppress(OSError):  # a temporary file that remains is never listed
                 self.calls.remove(self.path(temporary))
+
+    def replace(self, name: str, content: bytes) -> None:
+        """See `Store.replace`. Nothing is synced: after a power loss an earlier content may be back."""
+        folder, _, base = name.rpartition("/")
+        self._make_folders(folder)
+        temporary = self.path(f"{folder}/.{base}.{secrets.token_hex(6)}".lstrip("/"))
+        file = self.calls.create(temporary)
+        try:
+            try:
+                offset = 0
+                while offset < len(content):
+                    offset += self.calls.write(file, content[offset:], offset)
+            finally:
+                self.calls.close(file)
+            self.calls.rename(temporary, self.path(name))
+        except OSError:
+            with suppress(OSError):
+                self.calls.remove(temporary)
+            raise
 
     def read(self, name: str, start: int, length: int) -> bytes:
         return self.calls.read(self.path(name), start, length)

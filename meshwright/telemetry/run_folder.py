@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from meshwright.errors import ConfigError
+from meshwright.store.mirror import mirrored_url
 
 CERTIFICATE = "certificate.json"
 REPORTS = ("report.html", "report.md")
@@ -36,6 +37,11 @@ class RunFolder:
     """The paths inside a run folder; `docs/records.md` describes their content."""
 
     root: Path
+
+    @property
+    def url(self) -> str:
+        """The URL of the run if it is in an object store and this folder is its mirror; else ''."""
+        return mirrored_url(self.root)
 
     @property
     def run_file(self) -> Path:

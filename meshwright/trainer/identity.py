@@ -18,6 +18,7 @@ from meshwright.data.source import Source
 from meshwright.data.stream import Stream
 from meshwright.errors import ConfigError, IdentityError
 from meshwright.io import atomic_write, read_json, write_error, write_json
+from meshwright.store.mirror import RunMirror
 from meshwright.telemetry.run_folder import RunFolder
 from meshwright.trainer.custom_model import CodeRecord, CustomModel
 from meshwright.version import __version__
@@ -256,10 +257,13 @@ def short_text(text: str | None) -> str:
 
 
 def write_run_folder(folder: RunFolder, config: RunConfig, record: dict[str, Any]) -> None:
-    """Writes run.toml and identity.json."""
+    """Writes run.toml and identity.json, also to the object store of the run."""
     try:
         atomic_write(folder.run_file, config_to_toml(relative_to_run(folder, config)))
         write_json(folder.identity_file, record)
+        if folder.url:  # before a checkpoint is published: no other attempt may take the run for another one
+            with RunMirror(folder.root) as mirror:
+                mirror.push_identity()
     except OSError as error:
         raise write_error(folder.root, error) from None
 

@@ -10,7 +10,7 @@ import sys
 import pytest
 
 from meshwright.cli import main
-from meshwright.cli.args import build_parser, parse, parse_path, split_overrides
+from meshwright.cli.args import build_parser, parse, parse_location, parse_path, parse_run, split_overrides
 from meshwright.cli.main import VERBS
 from meshwright.cli.plan import plan
 from meshwright.cli.train import train
@@ -45,7 +45,7 @@ def path_arguments() -> list[tuple[str, list[str]]]:
         parser = build_parser(verb, name)
         required = [action for action in parser._actions if action.required]
         for action in parser._actions:
-            if action.type is parse_path:
+            if action.type in (parse_path, parse_run, parse_location):
                 arguments = []
                 for other in {id(a): a for a in (*required, action)}.values():
                     value = "" if other is action else "1"

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.api.training import default_name
+from meshwright.api.run_location import default_name
 from meshwright.config import RunConfig
 from meshwright.errors import ConfigError
 from meshwright.launch.user_code.entry_points import load_user_code

@@ -1,11 +1,10 @@
-"""Tests of meshwright.store.posix: the promises of the `Store` interface on a real file system."""
+"""Tests of meshwright.store.posix: what only a file system has; see also test_store_contract.py."""
 
 from __future__ import annotations
 
 import errno
 import os
 import random
-from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
@@ -17,37 +16,6 @@ from meshwright.store.posix import PosixCalls, PosixSink, PosixStore
 @pytest.fixture
 def store(tmp_path) -> Store:
     return PosixStore(tmp_path)
-
-
-def test_publish_if_absent_publishes_once_and_leaves_no_temporary_file(store):
-    assert store.publish_if_absent("folder/manifest.json", b"first")
-    assert not store.publish_if_absent("folder/manifest.json", b"second")
-    assert store.read("folder/manifest.json", 0, 100) == b"first"
-    assert store.list_names("folder") == ["manifest.json"]
-
-
-def test_publish_if_absent_runs_before_publish_while_the_name_is_absent(store):
-    sizes = []
-    assert store.publish_if_absent("manifest.json", b"content", lambda: sizes.append(store.size("manifest.json")))
-    assert sizes == [None]
-    assert store.size("manifest.json") == 7
-
-
-def test_one_of_many_concurrent_publishers_succeeds(store):
-    contents = [str(number).encode() * 1000 for number in range(16)]
-    with ThreadPoolExecutor(8) as pool:
-        published = list(pool.map(lambda content: store.publish_if_absent("a/manifest.json", content), contents))
-    assert published.count(True) == 1
-    assert store.read("a/manifest.json", 0, 10_000) == contents[published.index(True)]
-
-
-def test_create_never_overwrites_a_file(store):
-    sink = store.create("shard")
-    sink.write(b"content")
-    sink.close()
-    with pytest.raises(FileExistsError):
-        store.create("shard")
-    assert store.read("shard", 2, 3) == b"nte"
 
 
 def test_file_system_without_hard_links_is_a_one_line_error(tmp_path):
@@ -66,12 +34,6 @@ def test_read_rejects_a_file_that_is_not_regular(store, tmp_path, kind):
     os.mkfifo(tmp_path / "name") if kind == "fifo" else (tmp_path / "name").symlink_to(tmp_path / "target")
     with pytest.raises(OSError, match=r"not a regular file|symbolic links"):
         store.read("name", 0, 10)
-
-
-def test_absent_files_and_folders_are_empty(store):
-    assert store.size("absent") is None
-    assert store.size("absent/file") is None
-    assert store.list_names("absent") == []
 
 
 class RefusesDirectWrites(PosixCalls):
