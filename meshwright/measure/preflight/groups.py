@@ -1,0 +1,47 @@
+"""Measures the collectives that a layout uses, in its own process groups."""
+
+from __future__ import annotations
+
+from datetime import timedelta
+
+import torch.distributed as dist
+
+from meshwright.measure.collectives import COLLECTIVES, ELEMENT_BYTES
+from meshwright.measure.preflight.measurements import GroupMeasurement
+from meshwright.measure.timing import TimingGroup
+from meshwright.parallel.world import World
+from meshwright.topology.layout import Layout
+
+AXIS_COLLECTIVES: dict[str, tuple[str, ...]] = {
+    "pipeline": ("send",),
+    "replicate": ("all_reduce",),
+    "shard": ("all_gather", "reduce_scatter"),
+    "context": ("send",),
+    "tensor": ("all_gather", "reduce_scatter"),
+    "expert": ("all_to_all",),
+}
+"""Axis -> the collectives that carry most of its bytes."""
+MESSAGE_BYTES = {"cpu": 1 << 20, "cuda": 64 << 20}
+"""Size of the full message by device type."""
+
+
+def measure_groups(world: World, layout: Layout, seconds: float, timeout: float) -> list[GroupMeasurement]:
+    """Runs the collectives of every axis; all groups of an axis run at the same time. The first rank of a group returns
+    its measurement.
+    """
+    axes = layout.active_axes
+    share = seconds / max(1, sum(len(AXIS_COLLECTIVES[axis]) for axis in axes))
+    measured = []
+    for axis in axes:
+        peers = layout.group(world.rank, axis)
+        # Every rank is in one group of the axis, so that only the members of a group have to create it.
+        group = dist.new_group(peers, timeout=timedelta(seconds=timeout), use_local_synchronization=True)
+        timing = TimingGroup(len(peers), world.device, group)
+        for collective in AXIS_COLLECTIVES[axis]:
+            elements = -(-MESSAGE_BYTES[world.device.type] // (ELEMENT_BYTES * len(peers))) * len(peers)
+            call = COLLECTIVES[collective](timing, peers, elements)
+            taken = timing.median_seconds(call, share, slowest=True)
+            if world.rank == peers[0]:
+                measured.append(GroupMeasurement(axis, collective, tuple(peers), elements * ELEMENT_BYTES, taken))
+        dist.destroy_process_group(group)
+    return measured
