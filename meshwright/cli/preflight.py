@@ -31,10 +31,13 @@ def preflight(
     from meshwright.launch.environment import started_by_torchrun
     from meshwright.models.initial_model import load_run_config
     from meshwright.observe.preflight_text import show_preflight
+    from meshwright.topology.unsupported import validate
 
     if file is None and ranks is None and started_by_torchrun():
         ranks = os.environ["WORLD_SIZE"]
     config = load_run_config(file, overrides, ranks)
+    if file is not None:
+        validate(config, own_model=config.custom_model.class_ is not None)
     faults.parse_faults(os.environ.get("MESHWRIGHT_FAULT", ""))  # a misspelled fault is reported before ranks start
     folder = run_folder(run, default_name(config, {}))
     from meshwright.measure.preflight.run import run_preflight

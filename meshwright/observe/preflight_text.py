@@ -14,6 +14,10 @@ from meshwright.measure.preflight.report import SEVERITY, PreflightReport, Prefl
 from meshwright.observe.console import make_console
 
 STYLES = {"ok": "green", "slow": "bold yellow", "differs": "bold yellow", "broken": "bold red"}
+SUMMARIES = {"versions": "the same on every host", "clock": "the same on every host", "limits": "large enough"}
+"""Check -> what its rows expect together."""
+FINGERPRINTS = ("code", "config")
+"""Components whose values tell nothing if they agree."""
 MAX_FINDINGS = 20
 """Findings that are shown; --json lists all."""
 
@@ -39,21 +43,27 @@ def show_preflight(report: PreflightReport, console: Console | None = None) -> N
 
 
 def check_table(rows: Sequence[PreflightRow]) -> Table:
-    """One line per check: the row with the worst verdict, and how many places were checked."""
-    table = Table("check", "", "expected", "found", "verdict", box=box.SIMPLE, pad_edge=False)
-    for name in dict.fromkeys((row.check, row.name) for row in rows):
-        same = [row for row in rows if (row.check, row.name) == name]
-        worst = min(same, key=lambda row: SEVERITY.index(row.verdict))
-        failed = sum(row.verdict != "ok" for row in same)
-        places = f" ({failed} of {len(same)})" if failed and len(same) > 1 else ""
-        table.add_row(
-            name[0],
-            name[1],
-            Text(printable(worst.expected)),
-            Text(printable(worst.found)),
-            Text(worst.verdict + places, STYLES[worst.verdict]),
-        )
+    """One line per figure: the row with the worst verdict. Components, clocks and limits that are ok share a line."""
+    table = Table("check", "figure", "expected", "found", "verdict", box=box.SIMPLE, pad_edge=False)
+    for check in dict.fromkeys(row.check for row in rows):
+        own = [row for row in rows if row.check == check]
+        if check in SUMMARIES and all(row.verdict == "ok" for row in own):
+            found = {row.name: row.found for row in own if row.name not in FINGERPRINTS}
+            text = ", ".join(f"{name} {value}" for name, value in found.items())
+            add_line(table, check, ", ".join(dict.fromkeys(row.name for row in own)), SUMMARIES[check], text, "ok")
+            continue
+        for name in dict.fromkeys(row.name for row in own):
+            same = [row for row in own if row.name == name]
+            worst = min(same, key=lambda row: SEVERITY.index(row.verdict))
+            failed = sum(row.verdict != "ok" for row in same)
+            places = f" ({failed} of {len(same)})" if failed and len(same) > 1 else ""
+            add_line(table, check, name, worst.expected, worst.found, worst.verdict, places)
     return table
+
+
+def add_line(table: Table, check: str, figure: str, expected: str, found: str, verdict: str, places: str = "") -> None:
+    cells = (Text(printable(text)) for text in (check, figure, expected, found))
+    table.add_row(*cells, Text(verdict + places, STYLES[verdict]))
 
 
 def show_finding(row: PreflightRow, console: Console) -> None:

@@ -22,6 +22,8 @@ BLOCK_BYTES = 4 << 20
 """Bytes that are written at once; the time is checked after each block."""
 SHARED_NAME = "hosts"
 """The file that one host publishes and every host reads."""
+REMOVE_TRIES = 3
+"""How often a host tries to remove what was written."""
 MAX_ID_BYTES = 1024
 """Limit of that file's size."""
 
@@ -36,6 +38,7 @@ def measure_disk(
     """
     folder = f".preflight-{token}"
     created = [path for path in (root, *root.parents) if not path.exists()]
+    wait_for_hosts()  # before the first host creates the folder
     store: Store | None = None
     try:
         root.mkdir(parents=True, exist_ok=True)
@@ -51,13 +54,20 @@ def measure_disk(
         except (OSError, MeshwrightError) as error:
             measured = replace(measured, error=f"a published file cannot be read: {reason(error)}")
     wait_for_hosts()  # before the first host removes the folder
-    if store is not None:
-        with suppress(OSError):  # another host removes the same files
-            store.remove_folder(folder)
-    with suppress(OSError):  # another host has removed it, or something else is in it
-        for path in created:
-            path.rmdir()
+    if store is not None and (measured.won or measured.error):
+        remove_files(store, folder)
+        with suppress(OSError):  # another host has removed it, or something else is in it
+            for path in created:
+                path.rmdir()
     return replace(measured, folder=str(root))
+
+
+def remove_files(store: Store, folder: str) -> None:
+    """Removes the folder and its files. A host that failed removes its own files at the same time."""
+    for _ in range(REMOVE_TRIES):
+        with suppress(OSError):
+            store.remove_folder(folder)
+            return
 
 
 def reason(error: OSError | MeshwrightError) -> str:

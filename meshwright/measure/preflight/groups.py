@@ -25,6 +25,16 @@ MESSAGE_BYTES = {"cpu": 1 << 20, "cuda": 64 << 20}
 """Size of the full message by device type."""
 
 
+def new_group(ranks: list[int], timeout: float) -> dist.ProcessGroup:
+    """Creates a process group; only its members call this, which is quick on any number of ranks.
+
+    Torch names the group by its ranks and by the number of groups that a member has. So every rank of the job creates
+    equally many groups, and none is destroyed before the process group of the job: a second group of the same ranks
+    would find the addresses of the first one in the store.
+    """
+    return dist.new_group(ranks, timeout=timedelta(seconds=timeout), use_local_synchronization=True)
+
+
 def measure_groups(world: World, layout: Layout, seconds: float, timeout: float) -> list[GroupMeasurement]:
     """Runs the collectives of every axis; all groups of an axis run at the same time. The first rank of a group returns
     its measurement.
@@ -34,8 +44,7 @@ def measure_groups(world: World, layout: Layout, seconds: float, timeout: float)
     measured = []
     for axis in axes:
         peers = layout.group(world.rank, axis)
-        # Every rank is in one group of the axis, so that only the members of a group have to create it.
-        group = dist.new_group(peers, timeout=timedelta(seconds=timeout), use_local_synchronization=True)
+        group = new_group(peers, timeout)
         timing = TimingGroup(len(peers), world.device, group)
         for collective in AXIS_COLLECTIVES[axis]:
             elements = -(-MESSAGE_BYTES[world.device.type] // (ELEMENT_BYTES * len(peers))) * len(peers)
@@ -43,5 +52,4 @@ def measure_groups(world: World, layout: Layout, seconds: float, timeout: float)
             taken = timing.median_seconds(call, share, slowest=True)
             if world.rank == peers[0]:
                 measured.append(GroupMeasurement(axis, collective, tuple(peers), elements * ELEMENT_BYTES, taken))
-        dist.destroy_process_group(group)
     return measured

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from meshwright.measure.preflight.expectations import Expectations
-from meshwright.measure.preflight.judge_devices import judge_devices
-from meshwright.measure.preflight.judge_hosts import (
+from meshwright.measure.preflight.judgement.devices import judge_devices
+from meshwright.measure.preflight.judgement.hosts import (
     judge_clocks,
     judge_disks,
     judge_hosts,
     judge_limits,
     judge_versions,
 )
-from meshwright.measure.preflight.judge_network import judge_groups, judge_pairs
+from meshwright.measure.preflight.judgement.network import judge_groups, judge_pairs, judge_reachability
 from meshwright.measure.preflight.measurements import HostMeasurements
 from meshwright.measure.preflight.report import PreflightReport
 
@@ -25,6 +25,7 @@ def judge(measurements: HostMeasurements, expected: Expectations | None = None) 
         *judge_clocks(measurements),
         *judge_disks(measurements, expected),
         *judge_devices(measurements, expected),
+        *judge_reachability(measurements),
         *judge_pairs(measurements, expected),
         *judge_groups(measurements, expected),
         *judge_limits(measurements),

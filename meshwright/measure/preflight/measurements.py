@@ -109,6 +109,16 @@ class PairMeasurement:
 
 
 @dataclass(frozen=True)
+class Reachability:
+    """Whether one host can open a connection to another one."""
+
+    source: str
+    target: str
+    problem: str = ""
+    """why not; empty: it can"""
+
+
+@dataclass(frozen=True)
 class GroupMeasurement:
     """One collective in one process group of the layout, while all other groups of the axis run it."""
 
@@ -128,6 +138,8 @@ class HostMeasurements:
     ranks: tuple[RankMeasurement, ...]
     pairs: tuple[PairMeasurement, ...] = ()
     groups: tuple[GroupMeasurement, ...] = ()
+    reached: tuple[Reachability, ...] = ()
+    """connections that were tried before the process group was formed"""
     missing_ranks: tuple[int, ...] = ()
     """ranks that did not join in time"""
     not_measured: str = ""
@@ -159,6 +171,7 @@ class HostMeasurements:
             tuple(RankMeasurement.from_json(row) for row in record["ranks"]),
             tuple(PairMeasurement(**row) for row in record["pairs"]),
             tuple(GroupMeasurement(**{**row, "ranks": tuple(row["ranks"])}) for row in record["groups"]),
+            tuple(Reachability(**row) for row in record["reached"]),
             tuple(record["missing_ranks"]),
             record["not_measured"],
             record["seconds"],

@@ -5,21 +5,17 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from datetime import timedelta
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from meshwright import faults
 from meshwright.measure.preflight.device import measure_device
 from meshwright.measure.preflight.disk import measure_disk
-from meshwright.measure.preflight.groups import measure_groups
+from meshwright.measure.preflight.groups import measure_groups, new_group
 from meshwright.measure.preflight.host_facts import host_name, read_limits, read_versions
 from meshwright.measure.preflight.measurements import (
     DiskMeasurement,
@@ -29,7 +25,7 @@ from meshwright.measure.preflight.measurements import (
     RankMeasurement,
 )
 from meshwright.measure.preflight.pair_schedule import schedule_pairs
-from meshwright.measure.preflight.pairs import measure_pairs
+from meshwright.measure.preflight.pairs import HostGroup, measure_pairs
 from meshwright.parallel.world import World
 from meshwright.telemetry.clock_offset import ClockOffset, boot_number, measure_clock_offset
 from meshwright.topology.layout import Layout
@@ -68,12 +64,12 @@ def preflight_rank(world: World, request: PreflightRequest) -> HostMeasurements:
     own = replace(own, device=measure_device(world, TIME_SHARES["device"] * request.seconds))
     token = str(world.broadcast_object(secrets.token_hex(8), "preflight token"))
     pairs: list[PairMeasurement] = []
-    with host_group(world, leaders, request.timeout) as group:
-        if world.rank in leaders:
-            own = replace(own, limits=read_limits(), disk=measure_run_folder(request, own, token, hosts, group))
-        if group is not None:
-            schedule = schedule_pairs(len(hosts), TIME_SHARES["pairs"] * request.seconds, world.device.type)
-            pairs = measure_pairs(world, hosts, leaders, group, schedule)
+    group = connect_hosts(world, by_rank, request.timeout)
+    if world.rank in leaders:
+        own = replace(own, limits=read_limits(), disk=measure_run_folder(request, own, token, hosts, group))
+    if group is not None:
+        seconds = TIME_SHARES["pairs"] * request.seconds
+        pairs = measure_pairs(group, schedule_pairs(len(hosts), seconds, world.device.type))
     world.all_reduce(torch.zeros(()), "preflight hosts").wait()
     groups: list[GroupMeasurement] = []
     if world.size > 1:
@@ -85,6 +81,7 @@ def preflight_rank(world: World, request: PreflightRequest) -> HostMeasurements:
         "rank": own.to_json(),
         "pairs": [vars(pair) for pair in pairs],
         "groups": [vars(group) for group in groups],
+        "seconds": time.monotonic() - start,
     }
     records = gather_json(world, record)
     return HostMeasurements(
@@ -93,7 +90,7 @@ def preflight_rank(world: World, request: PreflightRequest) -> HostMeasurements:
         tuple(
             GroupMeasurement(**{**group, "ranks": tuple(group["ranks"])}) for row in records for group in row["groups"]
         ),
-        seconds=time.monotonic() - start,
+        seconds=max(row["seconds"] for row in records),
     )
 
 
@@ -105,30 +102,28 @@ def measure_clocks(world: World) -> tuple[ClockOffset, ClockOffset]:
     )
 
 
-@contextmanager
-def host_group(world: World, leaders: Sequence[int], timeout: float) -> Iterator[dist.ProcessGroup | None]:
-    """The process group of the first ranks of the hosts; None on one host, and on the other ranks."""
-    if len(leaders) == 1 or world.rank not in leaders:
-        yield None
-        return
-    group = dist.new_group(list(leaders), timeout=timedelta(seconds=timeout), use_local_synchronization=True)
-    yield group
-    dist.destroy_process_group(group)
+def connect_hosts(world: World, by_rank: list[str], timeout: float) -> HostGroup | None:
+    """The group of the first ranks of the hosts; None on one host, and on the other ranks. The second ranks of hosts
+    form a group, too, and so on: every rank must create equally many groups.
+    """
+    hosts = list(dict.fromkeys(by_rank))
+    if len(hosts) == 1:
+        return None
+    members = {host: [rank for rank, name in enumerate(by_rank) if name == host] for host in hosts}
+    index = members[by_rank[world.rank]].index(world.rank)
+    peers = [ranks[index] for ranks in members.values() if len(ranks) > index]
+    group = new_group(peers, timeout)
+    return HostGroup(tuple(hosts), tuple(peers), world, group) if index == 0 else None
 
 
 def measure_run_folder(
-    request: PreflightRequest, own: RankMeasurement, token: str, hosts: Sequence[str], group: dist.ProcessGroup | None
+    request: PreflightRequest, own: RankMeasurement, token: str, hosts: list[str], group: HostGroup | None
 ) -> DiskMeasurement | None:
     """Measures the run folder on the first rank of a host."""
-
-    def wait_for_hosts() -> None:
-        if group is not None:
-            dist.all_reduce(torch.zeros(()), group=group)
-
     if not request.folder:
         return None
-    seconds = TIME_SHARES["disk"] * request.seconds
-    number = hosts.index(own.host)
+    seconds, number = TIME_SHARES["disk"] * request.seconds, hosts.index(own.host)
+    wait_for_hosts = group.wait if group is not None else lambda: None
     return measure_disk(Path(request.folder), token, own.host, number, wait_for_hosts, seconds)
 
 

@@ -23,9 +23,8 @@ from meshwright.planner.hardware.cluster import Cluster, preset_cluster
 from meshwright.planner.hardware.resolve_cluster import resolve_cluster
 from meshwright.topology.axes import AXES
 from meshwright.topology.layout import Layout
-from meshwright.topology.unsupported import validate
 
-MIN_SECONDS, MAX_SECONDS = 1.0, 40.0
+MIN_SECONDS, MAX_SECONDS = 1.0, 30.0
 """Limits of the time budget; with start and rendezvous, a preflight stays under a minute."""
 MAX_RENDEZVOUS = 30.0
 """Limit of the seconds that the ranks of a preflight wait for each other."""
@@ -42,7 +41,7 @@ def run_preflight(
         raise ConfigError(f"--seconds {seconds:g} is out of range", f"expected {MIN_SECONDS:g} to {MAX_SECONDS:g}")
     if cluster is not None:
         resolve_cluster(cluster)  # a misspelled cluster is reported before ranks start
-    layout = run_layout(config)
+    layout = Layout.from_config(config.layout)
     rendezvous = torchrun_rendezvous_info()
     check_ranks(layout, rendezvous.world_size if rendezvous is not None else None, hosts)
     launch = replace(
@@ -74,11 +73,7 @@ def preflight_report(
 
 def make_request(config: RunConfig, folder: Path, seconds: float) -> PreflightRequest:
     values = fingerprint({"identity": identity(config), "placement": placement(config)})
-    return PreflightRequest(str(folder), run_layout(config), seconds, values, MESSAGE_TIMEOUT)
-
-
-def run_layout(config: RunConfig) -> Layout:
-    return validate(config, own_model=config.custom_model != CustomModelConfig())[0]
+    return PreflightRequest(str(folder), Layout.from_config(config.layout), seconds, values, MESSAGE_TIMEOUT)
 
 
 def check_ranks(layout: Layout, world_size: int | None, hosts: int | None) -> None:
@@ -105,7 +100,7 @@ def make_expectations(
 ) -> Expectations:
     """What the config and the planner expect of the hosts."""
     remarks = []
-    layout = run_layout(config)
+    layout = Layout.from_config(config.layout)
     name = cluster_name or config.planned_for
     planned: Cluster | None = resolve_cluster(name) if name else None
     device = next((rank.device for rank in measurements.ranks if rank.device is not None), None)

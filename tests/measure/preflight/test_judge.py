@@ -5,6 +5,7 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
+from itertools import permutations
 from statistics import median
 
 import pytest
@@ -23,8 +24,8 @@ from planted_hosts import (
 from meshwright.errors import ConfigError, PeerError
 from meshwright.measure.preflight.expectations import Expectations
 from meshwright.measure.preflight.judge import judge
-from meshwright.measure.preflight.judge_devices import median_of_others
-from meshwright.measure.preflight.measurements import HostMeasurements, PairMeasurement
+from meshwright.measure.preflight.judgement.devices import median_of_others
+from meshwright.measure.preflight.measurements import HostMeasurements, PairMeasurement, Reachability
 from meshwright.measure.preflight.pair_schedule import schedule_pairs
 from meshwright.measure.preflight.report import PreflightReport
 from meshwright.planner.hardware.resolve_cluster import resolve_cluster
@@ -228,7 +229,9 @@ def test_failed_report_raises_the_error_of_its_exit_code():
     with pytest.raises(PeerError, match="free space of host host-2 broken") as broken:
         judge(FAULTS["full disk"][0], PLANNED).raise_if_failed()
     assert broken.value.exit_code == 8
-    with pytest.raises(ConfigError, match="torch of host host-3 differs: expected 2.13.0, found 2.12.1") as differs:
+    with pytest.raises(
+        ConfigError, match=r"torch of host host-3 differs: expected 2\.13\.0, found 2\.12\.1"
+    ) as differs:
         judge(FAULTS["other torch"][0], PLANNED).raise_if_failed()
     assert differs.value.exit_code == 2
 
@@ -246,6 +249,27 @@ def test_judgement_needs_no_torch():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
+def test_host_that_no_other_host_reaches_is_broken():
+    names = JOB.hosts
+    reached = tuple(
+        Reachability(source, target, "no route to host" if target == "host-1" else "")
+        for source, target in permutations(names, 2)
+    )
+    report = judge(replace(JOB, reached=reached, pairs=(), groups=(), not_measured="hosts cannot connect"))
+    assert [(row.name, row.where) for row in report.findings] == [("connections", "host host-1")]
+    assert (report.exit_code, report.suspect_hosts) == (8, ("host-1",))
+
+
+def test_connection_that_fails_in_one_direction_is_a_broken_link():
+    reached = tuple(
+        Reachability(source, target, "refused" if (source, target) == ("host-0", "host-3") else "")
+        for source, target in permutations(JOB.hosts, 2)
+    )
+    report = judge(replace(JOB, reached=reached))
+    assert [(row.name, row.where) for row in report.findings] == [("connection", "host-0 - host-3")]
+    assert report.suspect_hosts == ()
+
+
 def test_median_of_others_is_that_of_the_remaining_values():
     values = [4.0, 1.0, 3.0, 3.0, 9.0, 2.0]
     for count in range(2, 7):
@@ -257,7 +281,7 @@ def test_median_of_others_is_that_of_the_remaining_values():
 
 
 def test_slow_host_of_512_is_named_by_a_sample_of_its_pairs():
-    hosts = healthy_job(512, 8)
+    hosts = healthy_job(512, 8, meets=False)
     schedule = schedule_pairs(512, 3.5, "cuda")
     names = hosts.hosts
     pairs = [

@@ -19,8 +19,8 @@ SLOW_DISK = 0.33
 """A host is slow if it writes at less than this fraction of the median rate of the other hosts."""
 OPEN_FILES_PER_RANK, SPARE_OPEN_FILES = 4, 256
 """Open files of a process: connections to every rank in several process groups, and files of its own."""
-PORTS_PER_RANK = 4
-"""Local ports of a rank per rank of the job: every process group connects."""
+PORTS_PER_RANK = 64
+"""Local ports on which a rank listens: one per process group and backend. Outgoing connections can share a port."""
 SHARED_MEMORY_PER_RANK = 64 << 20
 """Bytes of /dev/shm per rank: NCCL's buffers between the devices of one host, and batches of the data loader."""
 COMPONENTS = {
@@ -223,7 +223,7 @@ def host_limits(
         needed = SPARE_OPEN_FILES + OPEN_FILES_PER_RANK * size
         yield "open files", f"at least {needed:,}", f"{found:,}", found >= needed, f"ulimit -n {max(65536, needed)}"
     if (found := limits.ports) is not None and size > 1:
-        needed = PORTS_PER_RANK * size * len(ranks)
+        needed = PORTS_PER_RANK * len(ranks)
         command = "sysctl net.ipv4.ip_local_port_range='1024 65535'"
         yield "local ports", f"at least {needed:,}", f"{found:,}", found >= needed, command
     if (found := limits.shared_memory) is not None and on_cuda and len(ranks) > 1:

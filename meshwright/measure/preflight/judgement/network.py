@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 from meshwright.io import format_bytes, format_seconds
 from meshwright.measure.preflight.expectations import Expectations
-from meshwright.measure.preflight.measurements import GroupMeasurement, HostMeasurements, PairMeasurement
+from meshwright.measure.preflight.measurements import GroupMeasurement, HostMeasurements, PairMeasurement, Reachability
 from meshwright.measure.preflight.report import PreflightRow, Verdict, host_row
 
 SLOW_PAIR = {"cuda": 0.7, "cpu": 0.5}
@@ -19,25 +20,42 @@ SLOW_GROUP = {"cuda": 0.7, "cpu": 0.33}
 """A collective is slow below this fraction of the reference rate."""
 CULPRIT_SHARE = 0.8
 """Share of a host's pairs that must be slow for the host to be the cause."""
+UNREACHABLE = "look at firewall, routes and the address of the host (MESHWRIGHT_HOST_ADDRESS, GLOO_SOCKET_IFNAME)"
 MIN_PAIRS = 2
 """Pairs of a host without which a slow host cannot be told from a slow link."""
 
 
+@dataclass(frozen=True)
+class PairReference:
+    """What pairs are compared with. On one pair, there are no others."""
+
+    bandwidth: float
+    latency: float
+
+    @classmethod
+    def of(cls, pairs: Sequence[PairMeasurement]) -> PairReference:
+        if len(pairs) < 2:
+            return cls(0.0, 0.0)
+        return cls(-quartile([-pair.bandwidth for pair in pairs]), quartile([pair.latency for pair in pairs]))
+
+    def is_slow(self, pair: PairMeasurement, device_type: str, planned: float | None = None) -> bool:
+        late = self.latency > 0 and pair.latency > max(SLOW_LATENCY * self.latency, MIN_SLOW_LATENCY)
+        return late or pair.bandwidth < SLOW_PAIR[device_type] * max(self.bandwidth, planned or 0.0)
+
+
 def judge_pairs(measurements: HostMeasurements, expected: Expectations) -> Iterator[PreflightRow]:
     """One row per pair. A slow host is named once, for all of its pairs; any other slow pair is a slow link."""
-    pairs, limit = measurements.pairs, SLOW_PAIR[device_type(measurements)]
-    usual, latency = quartile([-pair.bandwidth for pair in pairs]), quartile([pair.latency for pair in pairs])
+    pairs, kind = measurements.pairs, device_type(measurements)
+    reference = PairReference.of(pairs)
     slow: set[PairMeasurement] = set()
     rows: dict[PairMeasurement, tuple[str, str]] = {}
     for pair in pairs:
         planned = expected.pair_bandwidth(pair.message_bytes)
-        reference, source = max((-usual if len(pairs) > 1 else 0.0, "other pairs"), (planned or 0.0, "planner"))
-        late = len(pairs) > 1 and pair.latency > max(SLOW_LATENCY * latency, MIN_SLOW_LATENCY)
-        if pair.bandwidth < limit * reference or late:
+        if reference.is_slow(pair, kind, planned):
             slow.add(pair)
-        comparison = f"{format_bytes(reference)}/s ({source})" if reference else "-"
-        if len(pairs) > 1:
-            comparison += f", {format_seconds(latency)}"
+        usual, source = max((reference.bandwidth, "other pairs"), (planned or 0.0, "planner"))
+        latency = f", {format_seconds(reference.latency)}" if reference.latency else ""
+        comparison = f"{format_bytes(usual)}/s ({source}){latency}" if usual else "-"
         rows[pair] = comparison, f"{format_bytes(pair.bandwidth)}/s, {format_seconds(pair.latency)}"
     culprits = slow_hosts(pairs, slow)
     for host in culprits:
@@ -81,6 +99,24 @@ def slow_hosts(pairs: Sequence[PairMeasurement], slow: set[PairMeasurement]) -> 
         host for host, flags in counts.items() if len(flags) >= MIN_PAIRS and sum(flags) >= CULPRIT_SHARE * len(flags)
     }
     return set() if len(culprits) == len(counts) else culprits
+
+
+def judge_reachability(measurements: HostMeasurements) -> Iterator[PreflightRow]:
+    """A host that no other host can connect to is broken; any other connection that fails is a broken link."""
+    incoming: dict[str, list[Reachability]] = {}
+    for attempt in measurements.reached:
+        incoming.setdefault(attempt.target, []).append(attempt)
+    closed = {host for host, attempts in incoming.items() if all(attempt.problem for attempt in attempts)}
+    if closed == set(incoming):
+        closed = set()  # no host is the cause
+    for host, attempts in incoming.items():
+        verdict: Verdict = "broken" if host in closed else "ok"
+        found = f"none of {len(attempts)}: {attempts[0].problem}" if host in closed else f"{len(attempts)} hosts"
+        yield host_row("network", "connections", host, "connections of other hosts", found, verdict, UNREACHABLE)
+    for attempt in measurements.reached:
+        if attempt.problem and not closed.intersection((attempt.source, attempt.target)):
+            where = f"{attempt.source} - {attempt.target}"
+            yield PreflightRow("network", "connection", where, "a connection", attempt.problem, "broken", UNREACHABLE)
 
 
 def judge_groups(measurements: HostMeasurements, expected: Expectations) -> Iterator[PreflightRow]:
