@@ -32,7 +32,8 @@ def new_group(ranks: list[int], timeout: float) -> dist.ProcessGroup:
     equally many groups, and none is destroyed before the process group of the job: a second group of the same ranks
     would find the addresses of the first one in the store.
     """
-    return dist.new_group(ranks, timeout=timedelta(seconds=timeout), use_local_synchronization=True)
+    group: dist.ProcessGroup = dist.new_group(ranks, timeout=timedelta(seconds=timeout), use_local_synchronization=True)
+    return group
 
 
 def measure_groups(world: World, layout: Layout, seconds: float, timeout: float) -> list[GroupMeasurement]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,8 +10,8 @@ from meshwright.config import CustomModelConfig, RunConfig, fingerprint, identit
 from meshwright.config.device_defaults import with_device_defaults
 from meshwright.errors import ConfigError
 from meshwright.launch.host_memory import state_bytes
-from meshwright.launch.job import torchrun_rendezvous_info
 from meshwright.launch.ranks import raise_if_spawning, run_ranks
+from meshwright.launch.rendezvous import RendezvousInfo
 from meshwright.measure.preflight.expectations import Expectations
 from meshwright.measure.preflight.join import run_preflight_rank
 from meshwright.measure.preflight.judge import judge
@@ -42,7 +43,7 @@ def run_preflight(
     if cluster is not None:
         resolve_cluster(cluster)  # a misspelled cluster is reported before ranks start
     layout = Layout.from_config(config.layout)
-    rendezvous = torchrun_rendezvous_info()
+    rendezvous = RendezvousInfo.from_environment(os.environ)
     check_ranks(layout, rendezvous.world_size if rendezvous is not None else None, hosts)
     launch = replace(
         config.launch,
