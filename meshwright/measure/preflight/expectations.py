@@ -43,7 +43,7 @@ class Expectations:
         peak, fraction = planned.peak_flops.get(device.precision), planned.sustained_fraction.get(device.precision)
         return peak * fraction if peak and fraction else None
 
-    def copy_rate(self, device: DeviceMeasurement) -> float | None:
+    def memory_bandwidth(self, device: DeviceMeasurement) -> float | None:
         """Bytes/s that the planner assumes for memory-bound kernels of a device."""
         if self.cluster is None or self.cluster.device.is_cpu != (device.type == "cpu"):
             return None

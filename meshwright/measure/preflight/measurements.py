@@ -52,7 +52,7 @@ class DeviceMeasurement:
     """precision of the matmul"""
     matmul_rate: float
     """FLOP/s of a large matmul"""
-    copy_rate: float
+    memory_bandwidth: float
     """bytes/s that a copy in device memory reads and writes"""
     free_memory: float
     """bytes that were free before this rank allocated anything; on CPU those of the host"""

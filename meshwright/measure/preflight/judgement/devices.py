@@ -39,14 +39,14 @@ class Reference:
 def judge_devices(measurements: HostMeasurements, expected: Expectations) -> Iterator[PreflightRow]:
     """Compares each device with the median of the other devices of its name, and with the planner's figure."""
     devices = [rank.device for rank in measurements.ranks if rank.device is not None]
-    matmul_rates, copy_rates = rates_by_name(devices, "matmul_rate"), rates_by_name(devices, "copy_rate")
+    matmul_rates, bandwidths = rates_by_name(devices, "matmul_rate"), rates_by_name(devices, "memory_bandwidth")
     ranks_on_host = Counter(rank.host for rank in measurements.ranks)
     for rank in measurements.ranks:
         if (device := rank.device) is None:
             continue
         for name, rate, rates, planned, unit in (
             ("matmul rate", device.matmul_rate, matmul_rates, expected.matmul_rate(device), "FLOP/s"),
-            ("memory bandwidth", device.copy_rate, copy_rates, expected.copy_rate(device), "B/s"),
+            ("memory bandwidth", device.memory_bandwidth, bandwidths, expected.memory_bandwidth(device), "B/s"),
         ):
             limit, usual = SLOW_DEVICE[device.type], median_of_others(rates[device.name], rate)
             compared = [Reference(usual, "other ranks", limit)] if usual is not None else []
