@@ -3,6 +3,7 @@
 - train: train a model on one or many ranks, and resume exactly
 - plan: search for the fastest layout of a model on a cluster
 - simulate: count communication and memory of a step on any number of ranks
+- preflight: check the hosts of a job before its first step
 - prove: check the contracts of a config on this machine
 - RunConfig: the settings of a run
 - report: compare what a run measured with what was predicted
@@ -33,6 +34,7 @@ __all__ = [
     "callbacks",
     "errors",
     "plan",
+    "preflight",
     "prove",
     "report",
     "sample",
@@ -43,7 +45,7 @@ __all__ = [
 
 if TYPE_CHECKING:
     from meshwright import callbacks, errors, testing
-    from meshwright.api import Result, Sample, plan, prove, report, sample, simulate, train
+    from meshwright.api import Result, Sample, plan, preflight, prove, report, sample, simulate, train
     from meshwright.config import RunConfig
     from meshwright.parallel.parallel_spec import ParallelSpec
     from meshwright.trainer.callbacks.callback import Callback
@@ -55,6 +57,7 @@ _MODULES = {
     "RunConfig": "meshwright.config",
     "Sample": "meshwright.api",
     "plan": "meshwright.api",
+    "preflight": "meshwright.api",
     "prove": "meshwright.api",
     "report": "meshwright.api",
     "sample": "meshwright.api",

@@ -24,6 +24,9 @@ from dataclasses import dataclass
 from meshwright.errors import ConfigError
 
 FAIL_POINTS = {
+    "preflight.matmul": "before each matmul of a preflight",
+    "preflight.send": "before each message between hosts of a preflight",
+    "preflight.write": "before each write to the run folder of a preflight",
     "start.begin": "after the process group is initialized, before the model is built",
     "start.restore": "before a checkpoint's tensors are copied in",
     "start.restored": "after a checkpoint's tensors were copied in",

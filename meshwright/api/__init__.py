@@ -1,6 +1,7 @@
 """The verbs as functions, for scripts, torchrun and notebooks."""
 
 from meshwright.api.generation import sample
+from meshwright.api.host_checks import preflight
 from meshwright.api.prediction import plan, report, simulate
 from meshwright.api.proof import prove
 from meshwright.api.training import Result, train, train_as_rank, train_with_fork_server
@@ -10,6 +11,7 @@ __all__ = [
     "Result",
     "Sample",
     "plan",
+    "preflight",
     "prove",
     "report",
     "sample",

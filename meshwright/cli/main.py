@@ -21,6 +21,7 @@ from meshwright.cli.checkpoint import (
 from meshwright.cli.data import data_find, data_prepare, data_show
 from meshwright.cli.evaluate import evaluate
 from meshwright.cli.plan import plan, plan_measure, plan_schedule
+from meshwright.cli.preflight import preflight
 from meshwright.cli.prove import prove
 from meshwright.cli.report import report
 from meshwright.cli.runs.bisect import bisect
@@ -41,6 +42,7 @@ VERBS: dict[str, Verb] = {
     "plan schedule": plan_schedule,
     "plan measure": plan_measure,
     "simulate": simulate,
+    "preflight": preflight,
     "prove": prove,
     "watch": watch,
     "report": report,

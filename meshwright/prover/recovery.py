@@ -51,7 +51,7 @@ KILL_POINTS = (
     "start.restored",
     "end",
 )
-"""Every fail point, in the order of the kills: one per attempt, the first of them in attempt 1."""
+"""Every fail point of a run, in the order of the kills: one per attempt, the first of them in attempt 1."""
 RANK_0_POINTS = ("save.before_manifest", "save.before_publish", "save.after_publish", "retain.unpublished")
 """Fail points that only rank 0 reaches."""
 STEPS_PER_KILL = {"sync": 1, "async": 2}

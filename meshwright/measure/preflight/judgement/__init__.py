@@ -1,0 +1,1 @@
+"""Judges what the ranks of a preflight measured, by subject: hosts, devices, network."""
