@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from meshwright.api.python_args import errors_for_python, validated
-from meshwright.api.training import default_name, run_folder
+from meshwright.api.run_location import default_name, run_folder
 from meshwright.config import RunConfig
 
 if TYPE_CHECKING:

@@ -183,7 +183,13 @@ def read_lease(store: Store, attempt: int) -> dict[str, Any] | None:
         valid = isinstance(lease["inherited"], dict) and type(lease["pid"]) is int and lease["pid"] > 0
         valid = valid and lease["attempt"] == attempt  # a copy of another attempt's folder is not an attempt
         return lease if valid and canonical_digest(lease) == recorded else None
-    except (OSError, ValueError, AttributeError, KeyError, TypeError, RecursionError):
+    except FileNotFoundError:
+        return None
+    except OSError:
+        if isinstance(store, PosixStore):
+            return None
+        raise  # an object store that does not answer does not say that there is no lease
+    except (ValueError, AttributeError, KeyError, TypeError, RecursionError):
         return None
 
 

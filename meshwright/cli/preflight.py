@@ -27,7 +27,7 @@ def preflight(
 ) -> None:
     """Preflight: check versions, clocks, disk, devices, network and limits of the hosts of a job before it starts."""
     from meshwright import faults
-    from meshwright.api.training import default_name, run_folder
+    from meshwright.api.run_location import default_name, run_folder
     from meshwright.launch.environment import started_by_torchrun
     from meshwright.models.initial_model import load_run_config
     from meshwright.observe.preflight_text import show_preflight

@@ -9,7 +9,8 @@ from dataclasses import dataclass, field
 from itertools import islice
 
 from meshwright.checkpoint.listing import open_run_store, read_lease
-from meshwright.recover.lease import process_identity, read_text
+from meshwright.recover.attempt_files import read_text
+from meshwright.recover.lease import process_identity
 from meshwright.telemetry.heartbeat import HeartbeatReading, process_start, read_heartbeat
 from meshwright.telemetry.run_folder import RunFolder
 

@@ -30,6 +30,7 @@ from meshwright.models.initial_model import take_initial_model
 from meshwright.models.registry import validate_family
 from meshwright.parallel.compile import require_compiler
 from meshwright.parallel.world import device_type
+from meshwright.recover.attempt_files import write_incident
 from meshwright.recover.incidents import Incident
 from meshwright.recover.lease import Lease, acquire_lease
 from meshwright.recover.supervisor import newest_checkpoint_step, record_lost_attempts, warn
@@ -189,13 +190,14 @@ def recording_outcome(lease: Lease) -> Iterator[None]:
     except MeshwrightError as error:
         lease.raise_if_lost()
         outcome = "stopped" if isinstance(error, StoppedBySignal) else "failed"
-        Incident(attempt, outcome, message=describe_exception(error), exit_code=error.exit_code).write(folder)
+        ended = Incident(attempt, outcome, message=describe_exception(error), exit_code=error.exit_code)
+        write_incident(folder, ended)
         raise
     except Exception as error:
         lease.raise_if_lost()
-        Incident(attempt, "failed", message=describe_exception(error), exit_code=1).write(folder)
+        write_incident(folder, Incident(attempt, "failed", message=describe_exception(error), exit_code=1))
         raise
-    Incident(attempt, "complete", checkpoint_step=newest_checkpoint_step(folder)).write(folder)
+    write_incident(folder, Incident(attempt, "complete", checkpoint_step=newest_checkpoint_step(folder)))
 
 
 def collect_facts(job: Job) -> dict[str, Any]:

@@ -35,16 +35,18 @@ from meshwright.checkpoint.listing import (
 )
 from meshwright.checkpoint.manifest import canonical_digest
 from meshwright.errors import BusyError, CheckpointError, ConfigError
-from meshwright.io import open_descriptor, open_regular_file
+from meshwright.recover.attempt_files import has_ended, read_beat, read_incident, read_text, write_beat
 from meshwright.recover.failures import FINAL_EXIT_CODES
 from meshwright.recover.hosts.election import LeaseView
-from meshwright.recover.incidents import Incident, read_incidents
+from meshwright.recover.incidents import Incident
 from meshwright.store.interface import Store
 from meshwright.store.posix import PosixCalls
 from meshwright.telemetry.heartbeat import process_start, read_heartbeat
 from meshwright.telemetry.run_folder import MAX_ATTEMPT, RunFolder
 
 BEAT_INTERVAL = 1.0
+REMOTE_CHECK_SECONDS = 5.0
+"""Seconds between two questions to an object store whether the lease is still there."""
 OBSERVATION_SECONDS = 6.0
 """How long the beat counter of a holder on another host is observed before the holder counts as dead."""
 START_SECONDS = 30.0
@@ -67,6 +69,8 @@ class Lease:
     """The job that the attempt belongs to, if several hosts share it; a job on one host is its process."""
     address: str = ""
     """Where the supervisors of other hosts reach this one, `HOST:PORT`."""
+    next_check: float = 0.0
+    """Until when `raise_if_lost` asks the store no more (monotonic clock)."""
 
     @contextmanager
     def keep_alive(self, on_lost: Callable[[], None] = lambda: None) -> Iterator[None]:
@@ -81,7 +85,7 @@ class Lease:
                     on_lost()
                     return
                 with suppress(OSError):  # saving a checkpoint reports a full disk
-                    write_text(self.folder.attempt(self.attempt) / "beat", str(beats))
+                    write_beat(self.folder, self.attempt, beats)
                 if done.wait(BEAT_INTERVAL):
                     return
 
@@ -100,15 +104,20 @@ class Lease:
         try:
             if store.size(f"attempts/{self.attempt:04d}/{LEASE_FILE}") is None:
                 return True
+            lease = read_lease(store, self.attempt)
         except OSError as error:
             return error.errno == errno.ESTALE
-        lease = read_lease(store, self.attempt)
         return lease is not None and lease.get("token") != process_token()
 
     def raise_if_lost(self) -> None:
         """Raises a CheckpointError if the run folder was deleted or moved; nothing creates it again. Raises a BusyError
         if another host has taken over the run meanwhile, because the beat counter of this one stood still.
         """
+        now = time.monotonic()
+        if now < self.next_check:
+            return
+        if self.folder.url:
+            self.next_check = now + REMOTE_CHECK_SECONDS
         store, newest = open_run_store(self.folder), 0
         with suppress(OSError):  # storage that does not answer is no evidence
             newest = read_fence(store).attempt
@@ -261,12 +270,10 @@ def view_newest_lease(folder: RunFolder) -> LeaseView | None:
     """What the supervisor of a host sees of the newest lease."""
     store = open_run_store(folder)
     for attempt, lease in list_leases(store)[:1]:
-        outcome, exit_code = "", 0
-        if folder.incident(attempt).exists():
-            incident = next((i for i in read_incidents(folder) if i.attempt == attempt), None)
-            outcome, exit_code = (incident.outcome, incident.exit_code) if incident is not None else ("lost", 0)
+        incident = read_incident(folder, attempt)
+        outcome, exit_code = (incident.outcome, incident.exit_code) if incident is not None else ("", 0)
         final = outcome in ("complete", "stopped") or exit_code in FINAL_EXIT_CODES
-        beats = read_text(str(folder.attempt(attempt) / "beat"))
+        beats = read_beat(folder, attempt)
         token, job, address = (str(lease.get(name, "")) for name in ("token", "job", "address"))
         return LeaseView(attempt, token, job, address, beats, outcome, exit_code, final)
     return None
@@ -311,9 +318,9 @@ def raise_if_held(folder: RunFolder, observe: float = OBSERVATION_SECONDS, dead:
     """
     for attempt, lease in list_leases(open_run_store(folder))[:1]:
         holder = (attempt, lease.get("token"))
-        if folder.incident(attempt).exists() or holder in (dead, (attempt, process_token())):
+        if has_ended(folder, attempt) or holder in (dead, (attempt, process_token())):
             return dead  # the attempt has ended, or belongs to this process
-        if holder_is_alive(lease, folder.attempt(attempt), observe):
+        if holder_is_alive(lease, folder, attempt, observe):
             raise BusyError(
                 f"run folder {folder.root} is held by process {lease['pid']} on {lease.get('host')} since "
                 f"{lease.get('since')} (attempt {attempt})",
@@ -350,42 +357,25 @@ def process_identity() -> dict[str, Any]:
     }
 
 
-def holder_is_alive(lease: dict[str, Any], attempt: Path, observe: float) -> bool:
+def holder_is_alive(lease: dict[str, Any], folder: RunFolder, attempt: int, observe: float) -> bool:
     """Whether the holder's process runs (same host) or its beat counter advances (another host)."""
     this = process_identity()
     # Hosts of a job may share a kernel, as containers do: then their names differ.
     this_host = (lease.get("boot"), lease.get("namespace"), lease.get("host", this["host"]))
     if this["boot"] and this_host == (this["boot"], this["namespace"], this["host"]):
         return bool(lease.get("started")) and process_start(int(lease.get("pid", 0))) == lease["started"]
-    before, end = progress_counters(attempt), time.monotonic() + observe
+    before, end = progress_counters(folder, attempt), time.monotonic() + observe
     while time.monotonic() < end:
         time.sleep(min(0.25, observe))
-        if progress_counters(attempt) != before:
+        if progress_counters(folder, attempt) != before:
             return True
     return False
 
 
-def progress_counters(attempt: Path) -> list[Any]:
+def progress_counters(folder: RunFolder, attempt: int) -> list[Any]:
     """The lease's beat counter and the ranks' heartbeat counters of an attempt."""
-    beat = read_text(str(attempt / "beat"))
-    heartbeats = [read_heartbeat(path) for path in sorted(attempt.glob("heartbeat-*"))]
-    return [beat, *(heartbeat.beats if heartbeat else 0 for heartbeat in heartbeats)]
-
-
-def read_text(path: str) -> str:
-    try:
-        with open_regular_file(Path(path)) as file:
-            return file.read(256).decode(errors="replace").strip()
-    except OSError:
-        return ""
-
-
-def write_text(path: Path, text: str) -> None:
-    file = open_descriptor(path, os.O_WRONLY | os.O_CREAT)
-    try:
-        os.pwrite(file, text.encode(), 0)
-    finally:
-        os.close(file)
+    heartbeats = [read_heartbeat(path) for path in sorted(folder.attempt(attempt).glob("heartbeat-*"))]
+    return [read_beat(folder, attempt), *(heartbeat.beats if heartbeat else 0 for heartbeat in heartbeats)]
 
 
 def pid_namespace() -> str:

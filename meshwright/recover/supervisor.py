@@ -19,6 +19,7 @@ from typing import Any
 from meshwright.checkpoint.listing import list_leases, list_published, open_run_store
 from meshwright.config import LaunchConfig
 from meshwright.errors import KilledBySignal, MeshwrightError, RestartsExhausted, StoppedBeforeStart, StoppedBySignal
+from meshwright.recover.attempt_files import has_ended, write_incident
 from meshwright.recover.failures import FINAL_EXIT_CODES, AttemptResized, RanksFailed
 from meshwright.recover.incidents import Incident, assign_verdict, build_incident, read_heartbeats
 from meshwright.recover.lease import Lease, acquire_lease, acquire_next_lease
@@ -118,7 +119,8 @@ def run_attempts(
         try:
             summary = attempt.run(restart, command_started)
             lease.raise_if_lost()
-            Incident(lease.attempt, "complete", checkpoint_step=newest_checkpoint_step(folder)).write(folder)
+            complete = Incident(lease.attempt, "complete", checkpoint_step=newest_checkpoint_step(folder))
+            write_incident(folder, complete)
             return summary
         except RanksFailed as failed:
             lease.raise_if_lost()
@@ -140,7 +142,7 @@ def run_attempts(
         except AttemptResized as resized:
             lease.raise_if_lost()
             step = newest_checkpoint_step(folder)
-            Incident(lease.attempt, "resized", message=resized.message, checkpoint_step=step).write(folder)
+            write_incident(folder, Incident(lease.attempt, "resized", message=resized.message, checkpoint_step=step))
             restart += 1
             report(f"attempt {lease.attempt} has ended after step {step}: {resized.message}")
             lease = acquire_next_lease(lease)
@@ -149,7 +151,7 @@ def run_attempts(
             stopped = isinstance(error, (StoppedBySignal, StoppedBeforeStart, KilledBySignal, GracePeriodExpired))
             outcome = "stopped" if stopped else "failed"
             ended = Incident(lease.attempt, outcome, message=str(error), exit_code=error.exit_code)
-            replace(ended, checkpoint_step=newest_checkpoint_step(folder)).write(folder)
+            write_incident(folder, replace(ended, checkpoint_step=newest_checkpoint_step(folder)))
             raise
 
 
@@ -317,7 +319,7 @@ class Attempt:
                 self.begin_grace_period(heartbeat.signal)
         stopped = cause.error_type == StoppedBySignal.__name__
         incident = replace(incident, outcome="stopped") if stopped else assign_verdict(incident, history)
-        incident.write(self.folder)
+        write_incident(self.folder, incident)
         return incident
 
 
@@ -337,13 +339,14 @@ def record_lost_attempts(folder: RunFolder, current: int) -> None:
     were.
     """
     for attempt, lease in list_leases(open_run_store(folder)):
-        if attempt < current and not folder.incident(attempt).exists():
+        if attempt < current and not has_ended(folder, attempt):
             heartbeats = read_heartbeats(folder, attempt)
             ranks = [{"rank": rank, "location": heartbeat.location} for rank, heartbeat in heartbeats.items()]
             message = f"process {lease.get('pid')} on {lease.get('host')} ended without writing an incident"
             step = newest_checkpoint_step(folder)
             host = str(lease.get("host", "")) if lease.get("job") else ""
-            Incident(attempt, "lost", message=message, ranks=ranks, checkpoint_step=step, host=host).write(folder)
+            lost = Incident(attempt, "lost", message=message, ranks=ranks, checkpoint_step=step, host=host)
+            write_incident(folder, lost)
 
 
 def newest_checkpoint_step(folder: RunFolder) -> int:
