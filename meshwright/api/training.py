@@ -21,6 +21,7 @@ from meshwright.io import read_json
 from meshwright.launch.fork_server import ForkServer
 from meshwright.launch.hosts_policy import hosts_policy
 from meshwright.launch.user_code.user_code import UserCode
+from meshwright.measure.preflight.hosts.job import require_preflight
 from meshwright.observe.event_viewer import EventViewer, SilentDisplay
 from meshwright.observe.metrics.exporter import RunExporter
 from meshwright.observe.terminal import EventDisplay, Terminal
@@ -315,6 +316,7 @@ def train_with_fork_server(
         options: dict[str, Any] = {"command_started": started, "on_give_up": give_up, "close": close}
         if config.launch.hosts > 1:
             policy = hosts_policy(config, "model" in entry_points)
+            require_preflight(config, folder, cluster)
             launcher = PushingLauncher(pusher, fork_server)
             summary = supervise_hosts(
                 folder, config.launch, launcher, viewers, policy, read_secret(), exporter.beside, fresh, **options

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -16,7 +17,7 @@ def preflight(
         Path | None, option("DIR", "run folder, whose disk is checked (default: runs/PRESET)", "--run-dir")
     ] = None,
     ranks: Ranks = None,
-    hosts: Annotated[int | None, option("N", "number of hosts that must take part")] = None,
+    hosts: Annotated[int | None, option("N", "number of hosts that take part, each with this command")] = None,
     cluster: Annotated[
         str | None, option("CLUSTER", "cluster whose figures the planner gives (default: planned_for of the run file)")
     ] = None,
@@ -40,9 +41,16 @@ def preflight(
         validate(config, own_model=config.custom_model.class_ is not None)
     faults.parse_faults(os.environ.get("MESHWRIGHT_FAULT", ""))  # a misspelled fault is reported before ranks start
     folder = run_folder(run, default_name(config, {}))
-    from meshwright.measure.preflight.run import run_preflight
+    if hosts is not None and hosts > 1:
+        config = replace(config, launch=replace(config.launch, hosts=hosts))
+    if config.launch.hosts > 1 and not started_by_torchrun():
+        from meshwright.measure.preflight.hosts.job import preflight_on_hosts
 
-    report = run_preflight(config, folder.root, hosts=hosts, cluster=cluster, seconds=seconds)
+        report = preflight_on_hosts(config, folder, cluster, seconds)
+    else:
+        from meshwright.measure.preflight.run import run_preflight
+
+        report = run_preflight(config, folder.root, hosts=hosts, cluster=cluster, seconds=seconds)
     if os.environ.get("RANK", "0") == "0":
         if json:
             emit_json(report.to_json())

@@ -226,6 +226,10 @@ class LaunchConfig:
     """fewest hosts on which the job continues after it has lost some; 0: all of them"""
     resize: Annotated[Literal["checkpoint", "restart"], PLACEMENT] = "checkpoint"
     """when a job on fewer hosts uses the ones that return: after the next checkpoint, or at the next restart"""
+    preflight: Annotated[Literal["off", "check", "exclude"], PLACEMENT] = "off"
+    """in a job on several hosts, measure the hosts before the first attempt: check ends the job if something is broken,
+    exclude leaves out the hosts that are slow or broken, whose places spare hosts take
+    """
     host_timeout: Annotated[TimeoutSeconds, PLACEMENT] = 15.0
     """seconds without a message of a host's supervisor after which the host is lost, and its ranks are restarted"""
 

@@ -31,6 +31,9 @@ class ForkServer:
     import torch. If the server has died, the next attempt starts a new one.
     """
 
+    module = "meshwright.launch.fork_server_process"
+    """What the process runs."""
+
     def __init__(
         self,
         config: RunConfig,
@@ -42,7 +45,7 @@ class ForkServer:
         accept_code: bool = False,
     ) -> None:
         self._config, self._folder, self._fork = config, folder, fork
-        self._options = {"fallback": fallback, "cluster": cluster, "accept_code": accept_code}
+        self._options: dict[str, Any] = {"fallback": fallback, "cluster": cluster, "accept_code": accept_code}
         self._entry_points = dict(entry_points or {})
         self._process: subprocess.Popen[bytes] | None = None
         self._reader = -1
@@ -93,7 +96,7 @@ class ForkServer:
             job_file.seek(0)
             files = (writer, job_file.fileno())
             self._process = subprocess.Popen(
-                [sys.executable, "-m", "meshwright.launch.fork_server_process", *map(str, files)],
+                [sys.executable, "-m", self.module, *map(str, files)],
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,

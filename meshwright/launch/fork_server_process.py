@@ -14,7 +14,7 @@ import signal
 import sys
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshwright.config import config_from_dict
 from meshwright.errors import MeshwrightError, limit_error
@@ -22,6 +22,9 @@ from meshwright.parent_death import exit_with_parent
 from meshwright.recover.failures import Failure, RanksFailed
 from meshwright.telemetry.run_folder import RunFolder
 from meshwright.topology.placement import Placement
+
+if TYPE_CHECKING:
+    from meshwright.launch.ranks import Ranks
 
 
 class ForkServerProcess:
@@ -34,6 +37,18 @@ class ForkServerProcess:
 
     def run_attempt(self, options: dict[str, Any]) -> dict[str, Any]:
         """Starts the ranks, waits until they have ended, and returns the summary of the run."""
+        ranks = self.start_ranks(options)
+        while not ranks.poll(0.2):
+            if self.signals:
+                ranks.signal(self.signals.pop())
+        return self.summarize(ranks.results()[0])
+
+    def summarize(self, result: Any) -> dict[str, Any]:
+        """The result of the first rank of this host, as JSON."""
+        return dataclasses.asdict(result)
+
+    def start_ranks(self, options: dict[str, Any]) -> Ranks:
+        """Starts the ranks of an attempt."""
         # Importing torch takes seconds, during which a signal has its default effect.
         from meshwright.launch.job import make_job, start_ranks
         from meshwright.launch.user_code.entry_points import load_user_code
@@ -51,19 +66,19 @@ class ForkServerProcess:
             with torch_seed(config.seed):
                 user = load_user_code(self.request["entry_points"])
             self.job = make_job(config, folder, user, **self.request["options"])
+        self.collect_signals()
+        return start_ranks(self.job.as_attempt(**options), placement)
+
+    def collect_signals(self) -> None:
+        """From now on a signal is passed to the ranks."""
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda received, _frame: self.signals.append(received))
-        ranks = start_ranks(self.job.as_attempt(**options), placement)
-        while not ranks.poll(0.2):
-            if self.signals:
-                ranks.signal(self.signals.pop())
-        return dataclasses.asdict(ranks.results()[0])
 
 
-def main(result_file: int, job_file: int) -> None:
+def main(result_file: int, job_file: int, process: type[ForkServerProcess] = ForkServerProcess) -> None:
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # until ranks exist, a signal simply ends this process
     with os.fdopen(job_file) as file:
-        server = ForkServerProcess(json.load(file))
+        server = process(json.load(file))
     exit_with_parent(server.request["parent"])
     with os.fdopen(result_file, "w") as out:
         for line in sys.stdin:

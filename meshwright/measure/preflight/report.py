@@ -95,6 +95,11 @@ class PreflightReport:
             message = f"preflight: {row.name} of {row.where} {row.verdict}: expected {row.expected}, found {row.found}"
             raise error(message + others, row.recommendation)
 
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> PreflightReport:
+        rows = tuple(PreflightRow(**row) for row in values["rows"])
+        return cls(rows, HostMeasurements.from_json(values["measurements"]), tuple(values["remarks"]))
+
     def to_json(self) -> dict[str, Any]:
         return {
             "exit_code": self.exit_code,

@@ -6,7 +6,7 @@ import os
 from dataclasses import replace
 from pathlib import Path
 
-from meshwright.config import CustomModelConfig, RunConfig, fingerprint, identity, placement
+from meshwright.config import CustomModelConfig, LaunchConfig, RunConfig, fingerprint, identity, placement
 from meshwright.config.device_defaults import with_device_defaults
 from meshwright.errors import ConfigError
 from meshwright.launch.host_memory import state_bytes
@@ -45,11 +45,7 @@ def run_preflight(
     layout = Layout.from_config(config.layout)
     rendezvous = RendezvousInfo.from_environment(os.environ)
     check_ranks(layout, rendezvous.world_size if rendezvous is not None else None, hosts)
-    launch = replace(
-        config.launch,
-        rendezvous_timeout=min(MAX_RENDEZVOUS, config.launch.rendezvous_timeout),
-        collective_timeout=MESSAGE_TIMEOUT + seconds,
-    )
+    launch = preflight_launch(config, seconds)
     if rendezvous is not None:
         measurements = run_preflight_rank(rendezvous, launch, make_request(config, folder, seconds))
         return judge(measurements, make_expectations(config, measurements, hosts, cluster))
@@ -57,6 +53,15 @@ def run_preflight(
     args = (config, folder, hosts, cluster, seconds)
     report: PreflightReport = run_ranks(preflight_report, layout.ranks, *args, launch=launch, timeout=limit)[0]
     return report
+
+
+def preflight_launch(config: RunConfig, seconds: float) -> LaunchConfig:
+    """The timeouts of the ranks of a preflight."""
+    return replace(
+        config.launch,
+        rendezvous_timeout=min(MAX_RENDEZVOUS, config.launch.rendezvous_timeout),
+        collective_timeout=MESSAGE_TIMEOUT + seconds,
+    )
 
 
 def preflight_report(
@@ -82,8 +87,9 @@ def check_ranks(layout: Layout, world_size: int | None, hosts: int | None) -> No
     if world_size is None and hosts is not None and hosts > 1:
         per_host = max(1, layout.ranks // hosts)
         raise ConfigError(
-            f"--hosts {hosts}, and this command was started on one host",
-            f"try torchrun --nnodes {hosts} --nproc-per-node {per_host} ... -m meshwright preflight on every host",
+            f"{hosts} hosts, and this process forks the ranks of one",
+            f"try meshwright preflight --hosts {hosts} on every host, or torchrun --nnodes {hosts} --nproc-per-node "
+            f"{per_host} ... -m meshwright preflight",
         )
     if world_size is not None and world_size != layout.ranks:
         raise ConfigError(

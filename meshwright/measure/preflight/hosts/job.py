@@ -1,0 +1,93 @@
+"""Runs a preflight on all hosts of a job; this host leads it or takes part. Torch-free."""
+
+from __future__ import annotations
+
+import shutil
+from contextlib import closing
+from dataclasses import replace
+from typing import Any
+
+from meshwright.channel import mac, read_secret
+from meshwright.config import RunConfig
+from meshwright.errors import ConfigError, PeerError
+from meshwright.launch.fork_server import ForkServer
+from meshwright.launch.hosts_policy import hosts_policy
+from meshwright.measure.preflight.report import PreflightReport
+from meshwright.recover.hosts.supervise_hosts import supervise_hosts
+from meshwright.recover.lease import host_name
+from meshwright.telemetry.run_folder import RunFolder
+
+SECONDS = 10.0
+"""Time budget of the measurements before a job."""
+
+
+class PreflightServer(ForkServer):
+    """Client of the fork server of a preflight."""
+
+    module = "meshwright.measure.preflight.hosts.server_process"
+
+    def __init__(
+        self, config: RunConfig, folder: RunFolder, run: RunFolder, cluster: str | None, seconds: float
+    ) -> None:
+        super().__init__(config, folder, fork=False, fallback=False)
+        self._options = {"run": str(run.root), "cluster": cluster, "seconds": seconds}
+
+
+class NoViewer:
+    """Shows nothing while the ranks measure."""
+
+    def tick(self) -> None: ...
+
+    def show(self, event: dict[str, Any]) -> None: ...
+
+    def close(self) -> None: ...
+
+
+def preflight_on_hosts(config: RunConfig, run: RunFolder, cluster: str | None, seconds: float) -> PreflightReport:
+    """The report of a preflight on `launch.hosts` hosts, the same on every host. Its supervisors meet in a folder
+    beside the run folder, which is removed at the end.
+    """
+    if run.url:
+        raise ConfigError(
+            f"the hosts of a preflight meet in a shared folder, and {run.url} is in an object store",
+            "try launch.preflight = off, or torchrun ... -m meshwright preflight",
+        )
+    config = replace(config, launch=replace(config.launch, restarts=0, min_hosts=0))
+    meeting = RunFolder(run.root.parent / f"{run.root.name}.preflight")
+    server = PreflightServer(config, meeting, run, cluster, seconds)
+    try:
+        with closing(server):
+            values = supervise_hosts(
+                meeting,
+                config.launch,
+                server,
+                lambda _attempt: NoViewer(),
+                hosts_policy(config),
+                mac(read_secret(), b"preflight"),
+                lambda start: start,
+                fresh=False,
+                close=server.close,
+            )
+    finally:
+        shutil.rmtree(meeting.root, ignore_errors=True)
+    if not values:
+        raise PeerError("the preflight has ended on the other hosts without this one", "try it again on every host")
+    return PreflightReport.from_json(values)
+
+
+def require_preflight(config: RunConfig, run: RunFolder, cluster: str | None) -> None:
+    """Runs the preflight that `launch.preflight` asks for. Raises PeerError on every host if something is broken, or,
+    with `exclude`, only on the hosts that are left out.
+    """
+    mode = config.launch.preflight
+    if mode == "off":
+        return
+    report = preflight_on_hosts(config, run, cluster, SECONDS)
+    suspects = report.suspect_hosts
+    if mode == "exclude" and suspects and len(suspects) < len(report.measurements.hosts):
+        if host_name() in suspects:
+            row = next(row for row in report.findings if row.host == host_name())
+            found = f"{row.name} is {row.verdict}: expected {row.expected}, found {row.found}"
+            raise PeerError(f"the preflight leaves this host out: {found}", row.recommendation)
+        return
+    report.raise_if_failed()
