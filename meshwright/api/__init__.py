@@ -5,10 +5,12 @@ from meshwright.api.prediction import plan, report, simulate
 from meshwright.api.proof import prove
 from meshwright.api.training import Result, train, train_as_rank, train_with_fork_server
 from meshwright.generate.settings import Sample
+from meshwright.launch.engines.slurm import launch_slurm
 
 __all__ = [
     "Result",
     "Sample",
+    "launch_slurm",
     "plan",
     "prove",
     "report",
