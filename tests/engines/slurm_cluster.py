@@ -9,6 +9,7 @@ import socket
 import subprocess
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 PROGRAMS = ("munged", "slurmctld", "slurmd", "sbatch", "scontrol")
@@ -120,22 +121,16 @@ class SlurmCluster:
     def kill_node(self, name: str) -> None:
         """Ends a node at once: its daemon, and the processes of its steps."""
         daemon = self.daemons.pop(name)
-        victims = [daemon.pid, *descendants(daemon.pid), *stepd_processes(self.folder, name)]
-        for pid in victims:
-            try:
-                os.kill(pid, 9)
-            except ProcessLookupError:
-                continue
+        kill_all([daemon.pid])
+        processes = step_processes(self.folder, name)
+        kill_all([pid for pid in map(parent_of, processes) if command_of(pid) == "slurmstepd"])  # they would report
+        kill_all(processes)
         daemon.wait()
 
     def close(self) -> None:
         subprocess.run(["scancel", "--quiet", "--user=root"], env=self.environment, capture_output=True)
         for number in range(1, self.nodes + 1):
-            for pid in stepd_processes(self.folder, f"node{number}"):
-                try:
-                    os.kill(pid, 9)
-                except ProcessLookupError:
-                    continue
+            kill_all(step_processes(self.folder, f"node{number}"))
         for process in reversed(self.daemons.values()):
             process.terminate()
         for process in self.daemons.values():
@@ -146,31 +141,38 @@ class SlurmCluster:
                 process.wait()
 
 
-def stepd_processes(folder: Path, node: str) -> list[int]:
-    """The processes of the job steps of a node: those with its spool folder in their environment, and their children."""
+def step_processes(folder: Path, node: str) -> list[int]:
+    """The processes of the job steps of a node, which its name in their environment tells."""
     found = []
     for path in Path("/proc").glob("[0-9]*"):
         try:
             environment = (path / "environ").read_bytes().split(b"\0")
         except OSError:
             continue
-        if f"SLURM_CONF={folder}/slurm.conf".encode() in environment:
-            if f"SLURMD_NODENAME={node}".encode() in environment:
-                found.append(int(path.name))
+        own = f"SLURM_CONF={folder}/slurm.conf".encode() in environment
+        if own and f"SLURMD_NODENAME={node}".encode() in environment:
+            found.append(int(path.name))
     return found
 
 
-def descendants(pid: int) -> list[int]:
-    found, pending = [], [pid]
-    while pending:
-        for task in Path(f"/proc/{pending.pop()}/task").glob("*"):
-            try:
-                children = [int(child) for child in (task / "children").read_text().split()]
-            except OSError:
-                continue
-            found += children
-            pending += children
-    return found
+def parent_of(pid: int) -> int:
+    try:
+        return int(Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[1])
+    except OSError:
+        return 0
+
+
+def command_of(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/comm").read_text().strip()
+    except OSError:
+        return ""
+
+
+def kill_all(pids: Sequence[int]) -> None:
+    for pid in pids:
+        with suppress(ProcessLookupError):
+            os.kill(pid, 9)
 
 
 def free_ports(count: int) -> list[int]:

@@ -88,9 +88,9 @@ def test_preempted_run_saves_a_checkpoint_and_continues_from_the_queue(slurm, tm
 
 @pytest.mark.engines
 def test_run_at_its_time_limit_saves_a_checkpoint_and_continues(slurm, tmp_path, undisturbed):
-    # The smallest limit is a minute; the notice of 45 s leaves 15 s, and SLURM checks limits every few seconds.
-    job = SubmittedJob(slurm, tmp_path, sbatch="--time=1 --signal=TERM@45", fault="step.forward:rank0:slow=0.4x99")
-    wait_until(lambda: bool(job.decisions), lambda: f"no signal: {job.output}", 60)
+    # The smallest limit is a minute, of which the notice of 20 s leaves 40 s, too few for 40 steps of a second.
+    job = SubmittedJob(slurm, tmp_path, sbatch="--time=1 --signal=TERM@20", fault="step.forward:rank0:slow=1x99")
+    wait_until(lambda: bool(job.decisions), lambda: f"no signal: {job.output}", 90)
     assert job.decisions[0]["code"] == 143, job.output
     assert 0 < newest_step(job.run) < STEPS
     job.assert_complete(undisturbed)
