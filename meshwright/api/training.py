@@ -18,10 +18,13 @@ from meshwright.config import RunConfig, config_to_dict
 from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.io import read_json
 from meshwright.launch.fork_server import ForkServer
+from meshwright.launch.hosts_policy import hosts_policy
 from meshwright.launch.user_code.user_code import UserCode
 from meshwright.observe.event_viewer import EventViewer, SilentDisplay
 from meshwright.observe.metrics.exporter import RunExporter
 from meshwright.observe.terminal import EventDisplay, Terminal
+from meshwright.recover.hosts.channel import read_secret
+from meshwright.recover.hosts.supervise_hosts import supervise_hosts
 from meshwright.recover.supervisor import RunningRanks, supervise, warn
 from meshwright.telemetry.events import Event, EventFollower
 from meshwright.telemetry.heartbeat import process_start_time
@@ -216,6 +219,11 @@ def _train(
     job = make_job(config, folder, user, accept_code=accept_code, fallback=fallback, cluster=cluster)
     module = job.custom.module if job.custom is not None else None
     rendezvous = torchrun_rendezvous_info()
+    if config.launch.hosts > 1 and rendezvous is None:
+        raise ConfigError(
+            f"launch.hosts = {config.launch.hosts} in a Python process, whose ranks are forked on one host",
+            "try the command line, meshwright train --model MODULE:NAME, on every host, or torchrun",
+        )
     make_display = display or partial(Terminal, config, relative_path(folder))
 
     def listen(attempt: int) -> Callable[[Event], None]:
@@ -292,16 +300,16 @@ def train_with_fork_server(
     with closing(exporter), closing(fork_server):
         viewers = viewer_factory(config, folder, display, exporter)
         give_up = partial(report_incidents, config, folder, partial(load_callbacks, config, entry_points))
-        summary = supervise(
-            folder,
-            config.launch,
-            exporter.beside(fork_server.start),
-            viewers,
-            fresh=fresh,
-            command_started=process_start_time(),
-            on_give_up=give_up,
-            close=fork_server.close,
-        )
+        started, close = process_start_time(), fork_server.close
+        options: dict[str, Any] = {"command_started": started, "on_give_up": give_up, "close": close}
+        if config.launch.hosts > 1:
+            policy = hosts_policy(config, "model" in entry_points)
+            summary = supervise_hosts(
+                folder, config.launch, fork_server, viewers, policy, read_secret(), exporter.beside, fresh, **options
+            )
+        else:
+            start = exporter.beside(fork_server.start)
+            summary = supervise(folder, config.launch, start, viewers, fresh=fresh, **options)
         return make_result(folder, summary)
 
 
@@ -361,6 +369,8 @@ def relative_path(folder: RunFolder) -> Path:
 def make_result(folder: RunFolder, summary: Any, module: nn.Module | None = None) -> Result:
     """The result from the summary of rank 0, which the fork server sends as a dict."""
     values = dict(summary if isinstance(summary, dict) else dataclasses.asdict(summary))
+    if not values:  # another host led the job, and was gone when this one asked
+        return Result(folder.root, 0, None, 0, "", [])
     return Result(folder.root, digest=values.pop("parameters_digest"), model=module, **values)
 
 

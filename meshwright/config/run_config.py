@@ -218,6 +218,23 @@ class LaunchConfig:
     """seconds that ranks have after a signal to save a checkpoint and exit"""
     straggler_ratio: Annotated[float, Range(above=1, maximum=1e6), PLACEMENT] = 1.5
     """a rank whose local phases take this many times those of the other ranks is reported as a straggler"""
+    hosts: Annotated[int, Range(minimum=1, maximum=65536), PLACEMENT] = 1
+    """number of hosts of the job, each with a supervisor of its own and an equal share of the ranks; supervisors of
+    further hosts wait as spares
+    """
+    min_hosts: Annotated[int, Range(minimum=0, maximum=65536), PLACEMENT] = 0
+    """fewest hosts on which the job continues after it has lost some; 0: all of them"""
+    resize: Annotated[Literal["checkpoint", "restart"], PLACEMENT] = "checkpoint"
+    """when a job on fewer hosts uses the ones that return: after the next checkpoint, or at the next restart"""
+    host_timeout: Annotated[TimeoutSeconds, PLACEMENT] = 15.0
+    """seconds without a message of a host's supervisor after which the host is lost, and its ranks are restarted"""
+
+    def __post_init__(self) -> None:
+        if self.min_hosts > self.hosts:
+            raise ConfigError(
+                f"launch.min_hosts = {self.min_hosts} is more than launch.hosts = {self.hosts}",
+                f"expected at most {self.hosts}",
+            )
 
 
 ENTRY_POINT_KEYS = ("model", "loss", "source", "collate", "parallel_spec", "init")

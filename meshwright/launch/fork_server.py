@@ -19,7 +19,10 @@ from meshwright.errors import StoppedBeforeStart
 from meshwright.io import create_file
 from meshwright.launch.descendants import MARK, end_descendants, with_mark
 from meshwright.recover.failures import Failure, RanksFailed
-from meshwright.recover.incidents import tail_lines
+from meshwright.recover.hosts.placement import Placement
+from meshwright.recover.incidents import read_heartbeats, tail_lines
+from meshwright.recover.supervisor import kill_rank
+from meshwright.telemetry.heartbeat import HeartbeatReading
 from meshwright.telemetry.run_folder import RunFolder
 
 
@@ -52,14 +55,29 @@ class ForkServer:
         assert self._process is not None
         return self._process.pid
 
-    def start(self, attempt: int, restart: int) -> ForkServer:
-        """Requests the ranks of an attempt; this object then represents them (`RunningRanks`)."""
-        self._log = self._folder.attempt(attempt) / "fork_server.log"
+    def start(self, attempt: int, restart: int, placement: Placement | None = None) -> ForkServer:
+        """Requests the ranks of an attempt; this object then represents them (`RunningRanks`). A `placement` says which
+        of them run on this host.
+        """
+        self._attempt, self._ranks = attempt, placement.local_ranks if placement is not None else None
+        # On several hosts every host has a server of its own, and they may share the folder.
+        name = "fork_server.log" if placement is None else f"fork_server-{placement.index:05d}.log"
+        self._log = self._folder.attempt(attempt) / name
         if self._process is None or self._process.poll() is not None:
             self._start_server()
         self._result, self._sent_signal, self._busy = b"", 0, True
-        self._send({"attempt": attempt, "restart": restart, "fork": self._fork})
+        values = placement.to_json() if placement is not None else None
+        self._send({"attempt": attempt, "restart": restart, "fork": self._fork, "placement": values})
         return self
+
+    def read_heartbeats(self) -> dict[int, HeartbeatReading]:
+        """The last heartbeat of every rank of this host."""
+        readings = read_heartbeats(self._folder, self._attempt)
+        return {rank: reading for rank, reading in readings.items() if self._ranks is None or rank in self._ranks}
+
+    def kill_rank(self, rank: int) -> None:
+        if (heartbeat := self.read_heartbeats().get(rank)) is not None:
+            kill_rank(heartbeat)
 
     def _start_server(self) -> None:
         self.close()
@@ -144,7 +162,7 @@ class ForkServer:
         """The summary of the attempt; raises RanksFailed, or the error that the server reported."""
         assert self._process is not None
         self._result = self._result if self._result.endswith(b"\n") else b""
-        if not self._result and self._sent_signal and not any(self._log.parent.glob("heartbeat-*")):
+        if not self._result and self._sent_signal and not self.read_heartbeats():
             raise StoppedBeforeStart(self._sent_signal)  # no rank had started
         if not self._result:
             ended = Failure.from_exit_status(0, self._process.returncode)

@@ -12,6 +12,7 @@ import json
 import os
 import signal
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from meshwright.config import config_from_dict
 from meshwright.errors import MeshwrightError, limit_error
 from meshwright.parent_death import exit_with_parent
 from meshwright.recover.failures import Failure, RanksFailed
+from meshwright.recover.hosts.placement import Placement
 from meshwright.telemetry.run_folder import RunFolder
 
 
@@ -37,15 +39,21 @@ class ForkServerProcess:
         from meshwright.launch.user_code.entry_points import load_user_code
         from meshwright.launch.user_code.make_custom_model import torch_seed
 
-        if self.job is None:
+        values = options.pop("placement")
+        placement = Placement.from_json(values) if values is not None else None
+        if self.job is None or (placement is not None and placement.world_size != self.job.layout.ranks):
             folder = RunFolder(Path(self.request["folder"]))
             config = config_from_dict(self.request["config"])
+            if placement is not None:  # fewer hosts than the config has, or all of them again
+                layout = config.layout.with_ranks(placement.world_size)
+                launch = replace(config.launch, hosts=len(placement.hosts))
+                config = replace(config, layout=layout, launch=launch)
             with torch_seed(config.seed):
                 user = load_user_code(self.request["entry_points"])
             self.job = make_job(config, folder, user, **self.request["options"])
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, lambda received, _frame: self.signals.append(received))
-        ranks = start_ranks(self.job.as_attempt(**options))
+        ranks = start_ranks(self.job.as_attempt(**options), placement)
         while not ranks.poll(0.2):
             if self.signals:
                 ranks.signal(self.signals.pop())

@@ -19,7 +19,7 @@ def require_host_memory(config: RunConfig, layout: Layout) -> None:
     """Raises a ConfigError if the parameters and optimizer state of this host's ranks exceed its physical memory."""
     if device_type(config.launch) != "cpu":
         return
-    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", layout.ranks))
+    local_ranks = int(os.environ.get("LOCAL_WORLD_SIZE", layout.ranks // config.launch.hosts))
     first_rank = int(os.environ.get("GROUP_RANK", 0)) * local_ranks
     needed = sum(
         state_bytes(config, layout, rank % layout.ranks) for rank in range(first_rank, first_rank + local_ranks)

@@ -30,6 +30,7 @@ from meshwright.models.initial_model import take_initial_model
 from meshwright.models.registry import validate_family
 from meshwright.parallel.compile import require_compiler
 from meshwright.parallel.world import device_type
+from meshwright.recover.hosts.placement import Placement
 from meshwright.recover.incidents import Incident
 from meshwright.recover.lease import Lease, acquire_lease
 from meshwright.recover.supervisor import newest_checkpoint_step, record_lost_attempts, warn
@@ -64,9 +65,10 @@ def make_job(
     given, config = config, with_device_defaults(config, device_type(config.launch), user.model is not None)
     require_bf16(given, config)
     layout, batch = validate(config, own_model=user.model is not None)
-    if layout.ranks > MAX_RANKS_PER_HOST and not started_by_torchrun():
+    if layout.ranks // config.launch.hosts > MAX_RANKS_PER_HOST and not started_by_torchrun():
         raise ConfigError(
-            f"{layout.ranks:,} ranks on one host", f"expected at most {MAX_RANKS_PER_HOST:,}, or try torchrun"
+            f"{layout.ranks // config.launch.hosts:,} ranks on one host",
+            f"expected at most {MAX_RANKS_PER_HOST:,}, or try more hosts (launch.hosts)",
         )
     require_compiler(config)
     # The config may come from another run; the identity of the run folder says which code is that of this run.
@@ -92,14 +94,16 @@ def make_job(
     )
 
 
-def start_ranks(job: Job) -> Ranks:
-    """Forks the ranks of an attempt from this process. The data may have changed since an earlier attempt."""
+def start_ranks(job: Job, placement: Placement | None = None) -> Ranks:
+    """Forks the ranks of an attempt from this process: all of them, or those that a placement gives this host. The data
+    may have changed since an earlier attempt.
+    """
     raise_if_changed(job.sources)
     share_weights(job.custom.modules() if job.custom else [], spawned=cuda_started())
-    ranks = range(job.layout.ranks)
+    ranks = placement.local_ranks if placement is not None else range(job.layout.ranks)
     logs = [job.folder.log(job.attempt, rank) for rank in ranks]
     heartbeats = [job.folder.heartbeat(job.attempt, rank) for rank in ranks]
-    return Ranks(_train, job.layout.ranks, (job,), job.config.launch, collect_facts(job), logs, heartbeats)
+    return Ranks(_train, len(ranks), (job,), job.config.launch, collect_facts(job), logs, heartbeats, placement)
 
 
 def run_in_this_process(

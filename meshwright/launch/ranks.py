@@ -35,7 +35,8 @@ from meshwright.launch.scratch_folder import ScratchFolder, remove_stale_folders
 from meshwright.parallel.world import World
 from meshwright.parent_death import exit_with_parent
 from meshwright.recover.failures import Failure, RanksFailed
-from meshwright.telemetry.heartbeat import Heartbeat, read_heartbeat
+from meshwright.recover.hosts.placement import Placement
+from meshwright.telemetry.heartbeat import Heartbeat, HeartbeatReading, read_heartbeat
 
 Task = tuple[Callable[..., Any], tuple[Any, ...]]
 """The function that a rank runs, and its arguments after `world`."""
@@ -47,7 +48,9 @@ ROOT_CAUSE_GRACE = 2.0
 
 
 class Ranks:
-    """Ranks that run `function(world, *args)`. Call `poll` until it returns True, then `results`."""
+    """Ranks that run `function(world, *args)`. Call `poll` until it returns True, then `results`. With a `placement`
+    they are the ranks of this host in a job on several hosts.
+    """
 
     def __init__(
         self,
@@ -58,6 +61,7 @@ class Ranks:
         facts: Mapping[str, Any] | None = None,
         logs: Sequence[Path] | None = None,
         heartbeats: Sequence[Path] | None = None,
+        placement: Placement | None = None,
     ) -> None:
         preload_optimizer()
         remove_stale_folders()
@@ -67,18 +71,20 @@ class Ranks:
         self._values: dict[int, Any] = {}
         self._failures: dict[int, Failure] = {}
         self._pipes: dict[int, Connection] = {}
-        self._processes: list[Any] = []
+        self._processes: dict[int, Any] = {}
         self._kill_deadline = float("inf")
         self._sent_signal = 0
         task: Task = (function, tuple(args))
-        self._heartbeats = heartbeats or [self._folder.path / f"heartbeat-{rank}" for rank in range(count)]
+        self._ranks = placement.local_ranks if placement is not None else range(count)
+        paths = heartbeats or [self._folder.path / f"heartbeat-{rank}" for rank in self._ranks]
+        self._heartbeats = dict(zip(self._ranks, paths, strict=True))
         payload = self._write_task(task) if context.get_start_method() == "spawn" else task
         sys.stdout.flush()
         sys.stderr.flush()
         try:
-            self._start(context, payload, count, launch or LaunchConfig(), dict(facts or {}), logs)
+            self._start(context, payload, placement, launch or LaunchConfig(), dict(facts or {}), logs)
         except OSError as error:
-            started = sum(process.pid is not None for process in self._processes)
+            started = sum(process.pid is not None for process in self._processes.values())
             self._kill_started()
             what = f"rank {started} of {count}" if started < count else "the process that guards the ranks"
             raise ConfigError(
@@ -93,38 +99,41 @@ class Ranks:
         self,
         context: Any,
         payload: Task | str,
-        count: int,
+        placement: Placement | None,
         launch: LaunchConfig,
         facts: dict[str, Any],
         logs: Sequence[Path] | None,
     ) -> None:
-        for rank in range(count):
+        store = str(self._folder.path / "store")
+        for local_rank, rank in enumerate(self._ranks):
             reader, writer = context.Pipe(duplex=False)
-            rendezvous = RendezvousInfo(rank, count, rank, store_file=str(self._folder.path / "store"))
+            rendezvous = RendezvousInfo(rank, len(self._ranks), local_rank, store_file=store)
+            if placement is not None:
+                rendezvous = RendezvousInfo.from_placement(placement, local_rank)
             target_args = (
                 payload,
                 rendezvous,
                 launch,
                 facts,
                 writer,
-                logs[rank] if logs else None,
+                logs[local_rank] if logs else None,
                 self._heartbeats[rank],
                 os.getpid(),
                 f"{self._mark}-{rank}",
             )
             process = context.Process(target=_rank_main, args=target_args, name=f"rank {rank}")
-            self._processes.append(process)
+            self._processes[rank] = process
             self._pipes[rank] = reader
             process.start()
             writer.close()
-        self._guard = DescendantGuard([(f"{self._mark}-{rank}", p.pid) for rank, p in enumerate(self._processes)])
+        self._guard = DescendantGuard([(f"{self._mark}-{rank}", p.pid) for rank, p in self._processes.items()])
 
     def _kill_started(self) -> None:
         """Kills the ranks that were started before the start failed or was interrupted."""
-        started = [process for process in self._processes if process.pid is not None]
-        for process in started:
+        started = {rank: process for rank, process in self._processes.items() if process.pid is not None}
+        for process in started.values():
             process.kill()
-        for rank, process in enumerate(started):
+        for rank, process in started.items():
             process.join(PEER_LOSS_GRACE)
             end_descendants(f"{self._mark}-{rank}", process.pid)
             self._pipes.pop(rank).close()
@@ -192,7 +201,7 @@ class Ranks:
         self._send_signal(number)
 
     def _send_signal(self, number: int) -> None:
-        for process in self._processes:
+        for process in self._processes.values():
             if process.is_alive():
                 os.kill(process.pid, number)
                 os.kill(process.pid, signal.SIGCONT)  # a stopped process handles a signal once it continues
@@ -208,6 +217,14 @@ class Ranks:
                 message = f"rank {rank} did not end by itself and was killed"
                 self._failures[rank] = replace(self._failures[rank], message=message, secondary=True)
         self._guard.release()
+
+    def kill_rank(self, rank: int) -> None:
+        self._processes[rank].kill()
+
+    def read_heartbeats(self) -> dict[int, HeartbeatReading]:
+        """The last heartbeat of every rank of this host."""
+        readings = {rank: read_heartbeat(path) for rank, path in self._heartbeats.items()}
+        return {rank: reading for rank, reading in readings.items() if reading is not None}
 
     def kill_hung(self, seconds: float) -> None:
         """Kills the ranks that still run after so many seconds. Each failure says where the rank was; a rank that waits

@@ -4,12 +4,15 @@ or differing rank is named within `launch.rendezvous_timeout`.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import socket
+import struct
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
@@ -22,7 +25,12 @@ from meshwright.config import LaunchConfig
 from meshwright.errors import ConfigError, IdentityError, PeerError
 from meshwright.launch.environment import started_by_torchrun
 from meshwright.parallel.world import World, device_type
+from meshwright.recover.hosts.placement import Placement
+from meshwright.recover.lease import host_name
 from meshwright.telemetry.heartbeat import Heartbeat
+
+SIOCGIFADDR = 0x8915
+"""The request for the IPv4 address of a network interface (netdevice(7))."""
 
 
 @dataclass(frozen=True)
@@ -39,6 +47,25 @@ class RendezvousInfo:
     master_port: int = 0
     hosts_store: bool = False
     """Whether this process serves the TCP store."""
+    host: str = ""
+    """The name of this host in records; by default its own."""
+    address: str = ""
+    """The address by which other hosts reach this one: collectives use its network interface."""
+
+    @classmethod
+    def from_placement(cls, placement: Placement, local_rank: int) -> RendezvousInfo:
+        """A rank of this host in a job on several hosts; rank 0 serves the store."""
+        rank, index = placement.first_rank + local_rank, placement.index
+        return cls(
+            rank,
+            placement.world_size,
+            local_rank,
+            master_addr=placement.addresses[0],
+            master_port=placement.port,
+            hosts_store=rank == 0,
+            host=placement.hosts[index],
+            address=placement.addresses[index],
+        )
 
     @classmethod
     def from_environment(cls, environment: Mapping[str, str]) -> RendezvousInfo | None:
@@ -80,7 +107,10 @@ def join_process_group(
     store = dist.PrefixStore(
         f"{torchrun_restart_count()}/{next(JOIN_COUNTER)}", connect_store(rendezvous, launch.rendezvous_timeout)
     )
-    store.set(f"host/{rendezvous.rank}", socket.gethostname())
+    store.set(f"host/{rendezvous.rank}", rendezvous.host or host_name())
+    if rendezvous.address and (interface := interface_of(rendezvous.address)):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+        os.environ.setdefault("NCCL_SOCKET_IFNAME", interface)
     check_facts_agree(
         store,
         rendezvous,
@@ -105,6 +135,21 @@ def join_process_group(
         store.get(f"host/{rank}").decode() for rank in range(rendezvous.world_size if rendezvous.rank == 0 else 0)
     )
     return World(rendezvous.rank, rendezvous.world_size, device, heartbeat or Heartbeat(), hosts)
+
+
+def interface_of(address: str) -> str:
+    """The network interface of this host that has an IPv4 address; '' if there is none, for a host name for example."""
+    try:
+        wanted = socket.inet_aton(address)
+    except OSError:
+        return ""
+    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        for _, name in socket.if_nameindex():
+            with suppress(OSError):  # an interface without an IPv4 address
+                request = struct.pack("256s", name.encode()[:15])
+                if fcntl.ioctl(probe.fileno(), SIOCGIFADDR, request)[20:24] == wanted:
+                    return name
+    return ""
 
 
 JOIN_COUNTER = count()

@@ -50,6 +50,8 @@ class Failure:
     """What the rank was doing, as its heartbeat calls it."""
     location: str = ""
     """The line of the user's code in which the exception was raised."""
+    host: str = ""
+    """The host of the rank, in a job on several hosts."""
 
     @classmethod
     def from_exception(cls, rank: int, error: BaseException, step: int | None = None, phase: str = "") -> Failure:
@@ -182,6 +184,13 @@ class RanksFailed(MeshwrightError):
             if other.message != first.message and not (known and other.secondary):
                 lines.append(f"  also rank {other.rank}: {other.error_type}: {other.message.partition(chr(10))[0]}")
         return "\n".join(lines)
+
+
+class AttemptResized(MeshwrightError):
+    """An attempt on fewer hosts has ended after a checkpoint, so that the next one uses more."""
+
+    def __init__(self, used: int, hosts: int) -> None:
+        super().__init__(f"hosts have returned: the next attempt uses up to {hosts} instead of {used}")
 
 
 def one_line(text: str) -> str:

@@ -27,7 +27,9 @@ class Incident:
 
     attempt: int
     outcome: str
-    """complete, stopped, failed, hang, or lost (the supervisor was killed and wrote nothing)."""
+    """complete, stopped, failed, hang, resized (the next attempt uses more hosts), or lost (the supervisor was killed
+    and wrote nothing).
+    """
     rank: int | None = None
     step: int | None = None
     phase: str = ""
@@ -45,6 +47,8 @@ class Incident:
     """The step of the newest checkpoint when the attempt ended; -1 if there is none."""
     verdict: str = ""
     recommendation: str = ""
+    host: str = ""
+    """The host of the failing rank, in a job on several hosts."""
 
     @property
     def when(self) -> str:
@@ -107,6 +111,7 @@ def build_incident(
         ],
         samples_in_step(folder, step, cause.rank) if step is not None and phase not in PHASES_WITHOUT_SAMPLES else [],
         checkpoint_step,
+        host=cause.host,
     )
 
 

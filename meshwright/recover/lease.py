@@ -30,12 +30,15 @@ from meshwright.checkpoint.listing import (
     list_leases,
     list_published,
     open_run_store,
+    read_fence,
     read_lease,
 )
 from meshwright.checkpoint.manifest import canonical_digest
 from meshwright.errors import BusyError, CheckpointError, ConfigError
 from meshwright.io import open_descriptor, open_regular_file
-from meshwright.recover.incidents import Incident
+from meshwright.recover.failures import FINAL_EXIT_CODES
+from meshwright.recover.hosts.election import LeaseView
+from meshwright.recover.incidents import Incident, read_incidents
 from meshwright.store.interface import Store
 from meshwright.store.posix import PosixCalls
 from meshwright.telemetry.heartbeat import process_start, read_heartbeat
@@ -58,6 +61,12 @@ class Lease:
 
     folder: RunFolder
     attempt: int
+    restart: int = 0
+    """How many attempts of the same job came before."""
+    job: str = ""
+    """The job that the attempt belongs to, if several hosts share it; a job on one host is its process."""
+    address: str = ""
+    """Where the supervisors of other hosts reach this one, `HOST:PORT`."""
 
     @contextmanager
     def keep_alive(self, on_lost: Callable[[], None] = lambda: None) -> Iterator[None]:
@@ -97,7 +106,16 @@ class Lease:
         return lease is not None and lease.get("token") != process_token()
 
     def raise_if_lost(self) -> None:
-        """Raises a CheckpointError if the run folder was deleted or moved; nothing creates it again."""
+        """Raises a CheckpointError if the run folder was deleted or moved; nothing creates it again. Raises a BusyError
+        if another host has taken over the run meanwhile, because the beat counter of this one stood still.
+        """
+        store = open_run_store(self.folder)
+        if (newest := read_fence(store).attempt) > self.attempt:
+            holder = read_lease(store, newest) or {}
+            raise BusyError(
+                f"attempt {newest} on {holder.get('host')} has taken over the run from attempt {self.attempt}",
+                "try `meshwright watch` to follow it",
+            )
         if self.is_lost:
             raise CheckpointError(
                 f"run folder {self.folder.root} was deleted, moved or replaced while attempt {self.attempt} used it",
@@ -139,7 +157,7 @@ def acquire_next_lease(lease: Lease, observe: float = OBSERVATION_SECONDS) -> Le
     lease.raise_if_lost()
     with exclusive_start(lease.folder):
         lease.raise_if_lost()  # another job may have set the run aside while this one waited
-        return publish_lease(lease.folder, observe)
+        return publish_lease(lease.folder, observe, following=lease)
 
 
 @contextmanager
@@ -196,34 +214,82 @@ def try_lock(file: int) -> bool:
     return True
 
 
-def publish_lease(folder: RunFolder, observe: float, dead: Holder | None = None) -> Lease:
+def publish_lease(
+    folder: RunFolder, observe: float, dead: Holder | None = None, following: Lease | None = None
+) -> Lease:
     """Publishes the lease of the next attempt; raises BusyError if another live process than the holder that was found
-    dead holds the run.
+    dead holds the run. `following` is the lease of the attempt before, if it belongs to the same job.
     """
     store = open_run_store(folder)
+    restart, job, address = (following.restart + 1, following.job, following.address) if following else (0, "", "")
     while True:
         raise_if_held(folder, observe, dead)
-        attempt = newest_attempt(store) + 1
-        if attempt > MAX_ATTEMPT:
-            raise ConfigError(
-                f"run folder {folder.root} has an attempt {MAX_ATTEMPT}, the largest number",
-                "try another --run DIR, or remove the attempt or the checkpoint of that number",
-            )
-        values = {
-            **process_identity(),
-            "attempt": attempt,
-            # A manifest that cannot be read right now is listed by name only; names are never reused.
-            "inherited": {e.name: e.manifest.digest if e.manifest is not None else "" for e in list_published(store)},
-        }
-        content = json.dumps(values | {"digest": canonical_digest(values)}, indent=1).encode() + b"\n"
-        try:
-            if store.publish_if_absent(f"attempts/{attempt:04d}/{LEASE_FILE}", content):
-                return Lease(folder, attempt)
-        except OSError as error:
-            raise ConfigError(
-                f"cannot write to the run folder {folder.root}: {error.strerror}",
-                "try --run DIR with a writable folder",
-            ) from None
+        lease = Lease(folder, newest_attempt(store) + 1, restart, job, address)
+        if publish_if_free(lease, store):
+            return lease
+
+
+def publish_if_free(lease: Lease, store: Store) -> bool:
+    """Publishes a lease unless its attempt has one."""
+    if lease.attempt > MAX_ATTEMPT:
+        raise ConfigError(
+            f"run folder {lease.folder.root} has an attempt {MAX_ATTEMPT}, the largest number",
+            "try another --run DIR, or remove the attempt or the checkpoint of that number",
+        )
+    values = {
+        **process_identity(),
+        "attempt": lease.attempt,
+        "restart": lease.restart,
+        "job": lease.job,
+        "address": lease.address,
+        # A manifest that cannot be read right now is listed by name only; names are never reused.
+        "inherited": {e.name: e.manifest.digest if e.manifest is not None else "" for e in list_published(store)},
+    }
+    content = json.dumps(values | {"digest": canonical_digest(values)}, indent=1).encode() + b"\n"
+    try:
+        return store.publish_if_absent(f"attempts/{lease.attempt:04d}/{LEASE_FILE}", content)
+    except OSError as error:
+        raise ConfigError(
+            f"cannot write to the run folder {lease.folder.root}: {error.strerror}",
+            "try --run DIR with a writable folder",
+        ) from None
+
+
+def view_newest_lease(folder: RunFolder) -> LeaseView | None:
+    """What the supervisor of a host sees of the newest lease."""
+    store = open_run_store(folder)
+    for attempt, lease in list_leases(store)[:1]:
+        outcome, exit_code = "", 0
+        if folder.incident(attempt).exists():
+            incident = next((i for i in read_incidents(folder) if i.attempt == attempt), None)
+            outcome, exit_code = (incident.outcome, incident.exit_code) if incident is not None else ("lost", 0)
+        final = outcome in ("complete", "stopped") or exit_code in FINAL_EXIT_CODES
+        beats = read_text(str(folder.attempt(attempt) / "beat"))
+        token, job, address = (str(lease.get(name, "")) for name in ("token", "job", "address"))
+        return LeaseView(attempt, token, job, address, beats, outcome, exit_code, final)
+    return None
+
+
+def take_lease(folder: RunFolder, after: LeaseView | None, job: str, address: str, fresh: bool) -> Lease | None:
+    """Publishes the lease of the attempt after the one that was seen, for a job of several hosts; None if another host
+    was faster. With `fresh`, the first lease of a job sets an existing run aside.
+    """
+    with exclusive_start(folder):
+        folder.root.parent.mkdir(parents=True, exist_ok=True)
+        folder.require_usable()
+        store = open_run_store(folder)
+        seen = view_newest_lease(folder)
+        if (seen.attempt if seen else 0) != (after.attempt if after else 0):
+            return None
+        own_job = after is not None and after.job == job
+        if fresh and folder.has_run and not own_job:
+            old = publish_lease(folder, 0, (after.attempt, after.token) if after else None)
+            Incident(old.attempt, "stopped", message="--fresh has set the run aside").write(folder.set_aside())
+        folder.root.mkdir(exist_ok=True)
+        before = list_leases(store)[:1] if own_job else []
+        restart = int(before[0][1].get("restart", 0)) + 1 if before else 0
+        lease = Lease(folder, newest_attempt(store) + 1, restart, job, address)
+        return lease if publish_if_free(lease, store) else None
 
 
 def newest_attempt(store: Store) -> int:
@@ -256,6 +322,12 @@ def raise_if_held(folder: RunFolder, observe: float = OBSERVATION_SECONDS, dead:
 
 
 TOKEN = secrets.token_hex(8)
+HOST_NAME_VARIABLE = "MESHWRIGHT_HOST_NAME"
+
+
+def host_name() -> str:
+    """The name of this host in records: what its engine calls it, or its own."""
+    return os.environ.get(HOST_NAME_VARIABLE) or socket.gethostname()
 
 
 def process_token() -> str:
@@ -266,7 +338,7 @@ def process_token() -> str:
 def process_identity() -> dict[str, Any]:
     """What a lease records about its holder."""
     return {
-        "host": socket.gethostname(),
+        "host": host_name(),
         "pid": os.getpid(),
         "started": process_start(os.getpid()),
         "boot": read_text("/proc/sys/kernel/random/boot_id"),
@@ -279,7 +351,9 @@ def process_identity() -> dict[str, Any]:
 def holder_is_alive(lease: dict[str, Any], attempt: Path, observe: float) -> bool:
     """Whether the holder's process runs (same host) or its beat counter advances (another host)."""
     this = process_identity()
-    if this["boot"] and (lease.get("boot"), lease.get("namespace")) == (this["boot"], this["namespace"]):
+    # Hosts of a job may share a kernel, as containers do: then their names differ.
+    this_host = (lease.get("boot"), lease.get("namespace"), lease.get("host", this["host"]))
+    if this["boot"] and this_host == (this["boot"], this["namespace"], this["host"]):
         return bool(lease.get("started")) and process_start(int(lease.get("pid", 0))) == lease["started"]
     before, end = progress_counters(attempt), time.monotonic() + observe
     while time.monotonic() < end:

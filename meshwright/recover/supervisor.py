@@ -12,14 +12,14 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
 from meshwright.checkpoint.listing import list_leases, list_published, open_run_store
 from meshwright.config import LaunchConfig
 from meshwright.errors import KilledBySignal, MeshwrightError, RestartsExhausted, StoppedBeforeStart, StoppedBySignal
-from meshwright.recover.failures import FINAL_EXIT_CODES, RanksFailed
+from meshwright.recover.failures import FINAL_EXIT_CODES, AttemptResized, RanksFailed
 from meshwright.recover.incidents import Incident, assign_verdict, build_incident, read_heartbeats
 from meshwright.recover.lease import Lease, acquire_lease, acquire_next_lease
 from meshwright.recover.watchdog import Hang, Watchdog, find_collective_mismatch
@@ -46,6 +46,10 @@ class RunningRanks(Protocol):
 
     def kill(self) -> None: ...
 
+    def kill_rank(self, rank: int) -> None: ...
+
+    def read_heartbeats(self) -> dict[int, HeartbeatReading]: ...
+
     def results(self) -> list[Any]: ...
 
 
@@ -70,6 +74,8 @@ def supervise(
     make_viewer: Callable[[int], Viewer],
     *,
     fresh: bool = False,
+    lease: Lease | None = None,
+    received: list[int] | None = None,
     report: Callable[[str], None] | None = None,
     raise_on_signal: bool = False,
     command_started: float | None = None,
@@ -80,12 +86,13 @@ def supervise(
     at most `launch.restarts` times in a row without publishing a new checkpoint. A job that completes in spite of a
     signal returns, unless `raise_on_signal` is set. `command_started` is the Unix time at which the user started the
     command, which is recorded; by default the present time. `on_give_up` gets the number of the last attempt of a job
-    that ends with a failure, and `close` ends what has started the ranks.
+    that ends with a failure, and `close` ends what has started the ranks. A job on several hosts has acquired its
+    `lease` already, and collects signals of all hosts in `received`.
     """
     command_started = time.time() if command_started is None else command_started
-    lease = acquire_lease(folder, fresh=fresh)
+    lease = lease or acquire_lease(folder, fresh=fresh)
     try:
-        with received_signals() as received:
+        with received_signals() if received is None else nullcontext(received) as received:
             try:
                 report = report or warn
                 summary = run_attempts(folder, launch, lease, start, make_viewer, report, received, command_started)
@@ -136,7 +143,7 @@ def run_attempts(
     command_started: float,
 ) -> Any:
     """Runs attempts until one completes the job, and returns its summary. `received` collects signals."""
-    restart = restarts_without_progress = 0
+    restart, restarts_without_progress = lease.restart, 0
     history: list[Incident] = []
     while True:
         record_lost_attempts(folder, lease.attempt)
@@ -162,6 +169,13 @@ def run_attempts(
             step = incident.checkpoint_step
             resume_point = f"from step {step}" if step >= 0 else "from the beginning"
             report(f"attempt {lease.attempt} failed, {reason}; restart {restart}, {resume_point}")
+            lease = acquire_next_lease(lease)
+        except AttemptResized as resized:
+            lease.raise_if_lost()
+            step = newest_checkpoint_step(folder)
+            Incident(lease.attempt, "resized", message=resized.message, checkpoint_step=step).write(folder)
+            restart += 1
+            report(f"attempt {lease.attempt} has ended after step {step}: {resized.message}")
             lease = acquire_next_lease(lease)
         except MeshwrightError as error:
             lease.raise_if_lost()
@@ -221,7 +235,7 @@ class Attempt:
         try:
             if self.received:
                 raise StoppedBeforeStart(self.received[0])
-            ranks = self.start(self.lease.attempt, restart)
+            self.ranks = ranks = self.start(self.lease.attempt, restart)
             self.watchdog = Watchdog(
                 self.folder,
                 self.lease.attempt,
@@ -229,6 +243,7 @@ class Attempt:
                 self.launch.straggler_ratio,
                 ranks.launcher_pid,
                 start_timeout,
+                ranks.read_heartbeats,
             )
             with self.lease.keep_alive():  # it starts a thread, so it must follow the fork of the ranks
                 return self.wait(ranks, viewer)[0]
@@ -289,7 +304,7 @@ class Attempt:
             self.log.write("hang", rank=self.hang.rank, message=self.hang.message)
             self.hang_deadline = time.monotonic()
             if self.hang.rank in self.hang.heartbeats:
-                kill_rank(self.hang.heartbeats[self.hang.rank])  # the other ranks then lose their peer and end
+                self.ranks.kill_rank(self.hang.rank)  # the other ranks then lose their peer and end
                 self.hang_deadline += SECONDS_AFTER_HANG
 
     def report_lost_events(self) -> None:
@@ -302,7 +317,7 @@ class Attempt:
 
     def report_total_of_lost_events(self) -> None:
         """Reports, at the end of the attempt, the events that no rank could write any more."""
-        for rank, heartbeat in read_heartbeats(self.folder, self.lease.attempt).items():
+        for rank, heartbeat in self.ranks.read_heartbeats().items():
             if heartbeat.lost_events:
                 message = f"the last {heartbeat.lost_events} event(s) of rank {rank} could not be written"
                 self.log.write("events_lost", rank=rank, count=heartbeat.lost_events, message=message)
@@ -321,7 +336,7 @@ class Attempt:
             cause = replace(cause, message=message, traceback=stack, secondary=False, exit_code=8)
             failed.failures = [cause, *(failure for failure in failed.failures if failure.rank != rank)]
             failed.exit_code = cause.exit_code
-        heartbeats = self.hang.heartbeats if self.hang is not None else read_heartbeats(self.folder, self.lease.attempt)
+        heartbeats = self.hang.heartbeats if self.hang is not None else self.ranks.read_heartbeats()
         checkpoint_step = newest_checkpoint_step(self.folder)
         incident = build_incident(self.folder, self.lease.attempt, cause, checkpoint_step, heartbeats)
         if self.hang is not None:
@@ -378,7 +393,8 @@ def kill_rank(heartbeat: HeartbeatReading) -> None:
 def describe_location(incident: Incident) -> str:
     if incident.rank is None:
         return "fork server"
-    return f"rank {incident.rank}, {incident.when}, {incident.phase}"
+    host = f"host {incident.host}, " if incident.host else ""
+    return f"{host}rank {incident.rank}, {incident.when}, {incident.phase}"
 
 
 def warn(message: str) -> None:

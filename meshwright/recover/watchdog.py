@@ -13,7 +13,9 @@ import signal
 import statistics
 import subprocess
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice, takewhile
 from pathlib import Path
 
@@ -75,8 +77,11 @@ class Watchdog:
         straggler_ratio: float,
         launcher_pid: int = 0,
         start_timeout: float = float("inf"),
+        read: Callable[[], dict[int, HeartbeatReading]] | None = None,
     ) -> None:
+        """`read` returns the heartbeats of all ranks; by default those of this host, from the run folder."""
         self.folder, self.attempt = folder, attempt
+        self.read = read or partial(read_heartbeats, folder, attempt)
         self.hang_timeout, self.straggler_ratio = hang_timeout, straggler_ratio
         self.launcher_pid, self.start_timeout = launcher_pid, start_timeout
         self.started = time.monotonic()
@@ -93,7 +98,7 @@ class Watchdog:
 
     def check(self) -> tuple[Hang | None, list[Straggler], int]:
         """Returns the hang, the stragglers, and the number of a signal that a rank has received (0 if none)."""
-        self.heartbeats = heartbeats = read_heartbeats(self.folder, self.attempt)
+        self.heartbeats = heartbeats = self.read()
         now = time.monotonic()
         running = {rank: heartbeat for rank, heartbeat in heartbeats.items() if heartbeat.phase != "end"}
         self.all_ended_since = min(self.all_ended_since, now) if heartbeats and not running else float("inf")
@@ -105,7 +110,7 @@ class Watchdog:
         for rank, heartbeat in running.items():
             if rank not in self.last_beats or self.last_beats[rank][0] != heartbeat.beats:
                 self.last_beats[rank] = (heartbeat.beats, now)
-                self.cpu_ticks[rank] = int(process_stat(heartbeat.pid).get("ticks", 0))
+                self.cpu_ticks[rank] = int(heartbeat.stat.get("ticks", 0))
         signal_number = next((heartbeat.signal for heartbeat in running.values() if heartbeat.signal), 0)
         return self.find_hang(running, now), self.find_stragglers(running), signal_number
 
@@ -173,8 +178,10 @@ class Watchdog:
         """Whether the rank's stack ends in a collective. While the rank does not advance, its stack is dumped at most
         once per hang timeout.
         """
-        if is_stopped(heartbeat.pid):
+        if heartbeat.is_stopped:
             return False
+        if heartbeat.remote is not None:
+            return heartbeat.remote.in_collective
         previous = self.stack_checks.get(rank)
         if previous is None or previous[0] != heartbeat.beats or now - previous[1] > self.hang_timeout:
             stack = dump_stack(heartbeat, self.folder.log(self.attempt, rank), stop_after=False)
@@ -182,10 +189,10 @@ class Watchdog:
         return previous[2]
 
     def process_state(self, heartbeat: HeartbeatReading, cpu_ticks: int) -> str:
-        stat = process_stat(heartbeat.pid)
+        stat = heartbeat.stat
         if not stat:
             return "its process is gone"
-        if is_stopped(heartbeat.pid):
+        if heartbeat.is_stopped:
             return "its process is stopped"
         cpu_seconds = (int(stat["ticks"]) - cpu_ticks) / os.sysconf("SC_CLK_TCK")
         if cpu_seconds > 0.5 * self.hang_timeout:
@@ -232,7 +239,7 @@ def is_stopped(pid: int) -> bool:
 
 def is_starting(heartbeat: HeartbeatReading) -> bool:
     """Whether the rank builds the model or runs the warm-up backward, which take long; a stopped process does not."""
-    return heartbeat.phase in ("start", "warmup") and not is_stopped(heartbeat.pid)
+    return heartbeat.phase in ("start", "warmup") and not heartbeat.is_stopped
 
 
 def is_waiting(heartbeat: HeartbeatReading) -> bool:
@@ -293,6 +300,8 @@ def dump_stack(heartbeat: HeartbeatReading, log: Path, patience: float = 2.0, st
     """
     if not heartbeat.is_alive:
         return ""
+    if heartbeat.remote is not None:
+        return heartbeat.remote.stack
     if py_spy := shutil.which("py-spy"):
         try:
             completed = subprocess.run(

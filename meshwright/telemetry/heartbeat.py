@@ -109,6 +109,19 @@ class Heartbeat:
 
 
 @dataclass(frozen=True)
+class RemoteProcess:
+    """The process of a rank on another host, as the supervisor there sees it."""
+
+    host: str
+    stat: dict[str, str | int]
+    """What `process_stat` returns on that host."""
+    stack: str
+    """The stack of the rank if it makes no progress, else ''."""
+    in_collective: bool
+    """Whether the stack ends in a collective."""
+
+
+@dataclass(frozen=True)
 class HeartbeatReading:
     """A heartbeat as another process reads it."""
 
@@ -134,11 +147,23 @@ class HeartbeatReading:
     phase_seconds: dict[str, float]
     recent_collectives: dict[int, str]
     """the names of the last collectives by their number"""
+    remote: RemoteProcess | None = None
+    """the process, if it runs on another host"""
+
+    @property
+    def stat(self) -> dict[str, str | int]:
+        """What the kernel says about the process, see `process_stat`."""
+        return process_stat(self.pid) if self.remote is None else self.remote.stat
 
     @property
     def is_alive(self) -> bool:
         """Whether the process still runs; a process that reuses its pid does not count."""
-        return self.pid > 1 and self.process_started > 0 and process_start(self.pid) == self.process_started
+        return self.pid > 1 and self.process_started > 0 and self.stat.get("start") == self.process_started
+
+    @property
+    def is_stopped(self) -> bool:
+        """Whether the process is stopped, by SIGSTOP or by a debugger."""
+        return self.stat.get("state") in ("T", "t")
 
     @property
     def location(self) -> str:
@@ -154,6 +179,11 @@ def read_heartbeat(path: Path) -> HeartbeatReading | None:
             memory = file.read(SIZE)
     except OSError:
         return None
+    return parse_heartbeat(memory)
+
+
+def parse_heartbeat(memory: bytes) -> HeartbeatReading | None:
+    """Parses the content of a heartbeat file; returns None if it is something else."""
     if len(memory) != SIZE or memory[:8] != MAGIC:
         return None
     _, _, pid, started = HEAD.unpack_from(memory, 0)

@@ -1,0 +1,195 @@
+"""The ranks of an attempt on all hosts, as the supervisor that leads the job sees them. Torch-free."""
+
+from __future__ import annotations
+
+import os
+import queue
+import time
+from contextlib import suppress
+from typing import Any
+
+from meshwright.checkpoint.listing import list_published, open_run_store
+from meshwright.errors import MeshwrightError, PeerError, StoppedBySignal
+from meshwright.recover.failures import AttemptResized, Failure, RanksFailed
+from meshwright.recover.hosts.channel import ChannelError, Connection
+from meshwright.recover.hosts.leader import Ended, HostsPolicy, Leader
+from meshwright.recover.hosts.local_ranks import LocalRanks, failure_of_host
+from meshwright.recover.hosts.member import Member
+from meshwright.recover.hosts.messages import Message, encode_message
+from meshwright.recover.hosts.placement import host_of_rank
+from meshwright.recover.hosts.rank_readings import decode_readings
+from meshwright.recover.incidents import read_heartbeats
+from meshwright.telemetry.heartbeat import HeartbeatReading
+
+POLL_SECONDS = 0.05
+CHECKPOINT_POLL_SECONDS = 1.0
+"""Interval at which a job on fewer hosts looks for a checkpoint at which it can grow."""
+Inbox = queue.SimpleQueue[tuple[Connection, Message | None]]
+"""Messages of other hosts, each with its connection; None: the connection has ended."""
+
+
+class HostRanks:
+    """Leads the hosts of a job. After `start` it represents the ranks of that attempt (`RunningRanks`)."""
+
+    def __init__(
+        self, policy: HostsPolicy, member: Member, local: LocalRanks, inbox: Inbox, received: list[int]
+    ) -> None:
+        self.leader, self.member, self.local = Leader(policy, member.host), member, local
+        self.inbox, self.received = inbox, received
+        self.connections: dict[str, Connection] = {}
+        self.names: dict[Connection, str] = {}
+        self.next_look, self.checkpointed = 0.0, False
+        member.join(time.monotonic())
+
+    @property
+    def launcher_pid(self) -> int:
+        return os.getpid()
+
+    def start(self, attempt: int, restart: int) -> HostRanks:
+        self.checkpointed = False
+        self.leader.begin(attempt, restart, time.monotonic())
+        return self
+
+    def poll(self, seconds: float) -> bool:
+        """Handles messages for at most `seconds`; True once the attempt has ended on every host."""
+        deadline = time.monotonic() + seconds
+        while True:
+            self._receive(min(POLL_SECONDS, max(0.0, deadline - time.monotonic())))
+            self._advance(time.monotonic())
+            if self.leader.is_complete and self.local.running is None:
+                return True
+            if time.monotonic() >= deadline:
+                return False
+
+    def _receive(self, seconds: float) -> None:
+        with suppress(queue.Empty):
+            self._handle(*self.inbox.get(timeout=seconds) if seconds else self.inbox.get_nowait())
+            while True:
+                self._handle(*self.inbox.get_nowait())
+
+    def _handle(self, connection: Connection, message: Message | None) -> None:
+        name, now = self.names.get(connection), time.monotonic()
+        if message is None:
+            if name is not None and self.connections.get(name) is connection:
+                self._forget(name)
+                self.leader.lose(name, "its connection has ended", now)
+        elif message["kind"] == "join":
+            self._join(connection, message, now)
+        elif name is None or name not in self.leader.hosts:
+            connection.close()
+        elif message["kind"] == "signal":
+            self.received.append(message["signal"])
+        else:
+            self.leader.receive(name, message, now)
+
+    def _join(self, connection: Connection, message: Message, now: float) -> None:
+        if refusal := self.leader.join(message, now):
+            self._send(connection, {"kind": "refuse", "reason": refusal})
+            connection.close()
+            return
+        self._forget(message["host"])
+        self.connections[message["host"]], self.names[connection] = connection, message["host"]
+
+    def _forget(self, name: str) -> None:
+        if (connection := self.connections.pop(name, None)) is not None:
+            self.names.pop(connection, None)
+            connection.close()
+
+    def _advance(self, now: float) -> None:
+        self.local.drive(self.member)
+        self.member.tick(now, dict)  # the ranks of this host are read from its own files
+        for message in take(self.member.outbox):
+            if message["kind"] == "join":
+                self.leader.join(message, now)
+            else:
+                self.leader.receive(self.member.host, message, now)
+        self._look_for_checkpoint(now)
+        self.leader.tick(now, self.checkpointed)
+        for name in self.connections.keys() - self.leader.hosts.keys():
+            self._forget(name)
+        self.flush()
+
+    def flush(self) -> None:
+        """Sends the messages of the leader."""
+        for name, message in take(self.leader.outbox):
+            if name == self.member.host:
+                self.member.receive(message)
+            elif name in self.connections:
+                self._send(self.connections[name], message)
+
+    def _send(self, connection: Connection, message: Message) -> None:
+        with suppress(ChannelError):  # the thread that receives reports the end of the connection
+            connection.send(encode_message(message))
+
+    def _look_for_checkpoint(self, now: float) -> None:
+        if not self.checkpointed and self.leader.can_grow and now >= self.next_look:
+            self.next_look = now + CHECKPOINT_POLL_SECONDS
+            newest = next(iter(list_published(open_run_store(self.local.folder))), None)
+            self.checkpointed = newest is not None and newest.attempt == self.leader.attempt
+
+    def signal(self, number: int) -> None:
+        self.leader.stop(number)
+        self._advance(time.monotonic())
+
+    def kill(self) -> None:
+        """Ends the ranks of all hosts, and waits for that as long as for a lost host."""
+        self.leader.kill(time.monotonic())
+        self.poll(self.leader.policy.host_timeout)
+        self.local.end()
+
+    def kill_rank(self, rank: int) -> None:
+        self.leader.kill_rank(rank)
+        self._advance(time.monotonic())
+
+    def host_of(self, rank: int) -> str:
+        return host_of_rank(self.leader.placement, rank)
+
+    def read_heartbeats(self) -> dict[int, HeartbeatReading]:
+        """The heartbeats of all ranks: this host's from its files, the others' from their last beats."""
+        started, readings = self.local.started, {}
+        if started is not None and started.attempt == self.leader.attempt:
+            own = started.placement.local_ranks
+            found = read_heartbeats(self.local.folder, self.leader.attempt)
+            readings = {rank: reading for rank, reading in found.items() if rank in own}
+        for name in self.leader.placed:
+            if name != self.member.host and name in self.leader.hosts:
+                readings |= decode_readings(name, self.leader.hosts[name].ranks)
+        return dict(sorted(readings.items()))
+
+    def results(self) -> list[Any]:
+        """The summary of rank 0; raises RanksFailed, AttemptResized, or why the attempt did not start."""
+        leader = self.leader
+        if leader.failure:
+            raise PeerError(leader.failure, "try to start a supervisor on every host of the job")
+        ended = [leader.ended[name] for name in leader.placed]
+        for end in ended:
+            if "error" in end.outcome:
+                raise RanksFailed([failure_of_host(end.host, end.outcome["error"], end.time)]).cause()
+        failures = [failure for end in ended for failure in self._failures(end)]
+        if not failures:
+            return [ended[0].outcome["summary"]]
+        if leader.resizing and all(f.error_type == StoppedBySignal.__name__ or f.secondary for f in failures):
+            raise AttemptResized(len(leader.placed), leader.policy.hosts)
+        raise RanksFailed(failures)
+
+    def _failures(self, ended: Ended) -> list[Failure]:
+        if not ended.lost:
+            return [failure_of_host(ended.host, values, ended.time) for values in ended.outcome.get("failures", [])]
+        per_host = self.leader.policy.ranks_per_host
+        first = self.leader.placed.index(ended.host) * per_host
+        ranks = f"rank {first}" if per_host == 1 else f"ranks {first} to {first + per_host - 1}"
+        message = f"host {ended.host} ({ranks}) is lost: {ended.lost}"
+        return [Failure(first, "HostLost", message, 8, ended.time, host=ended.host)]
+
+    def leave(self, error: MeshwrightError | None, summary: Message) -> None:
+        """Tells every host how the job has ended."""
+        self.leader.exit(error.exit_code if error is not None else 0, str(error or "")[:4096], summary)
+        self.flush()
+        for connection in self.connections.values():
+            connection.close()
+
+
+def take(items: list[Any]) -> list[Any]:
+    """Empties a list and returns what it had."""
+    taken, items[:] = list(items), []
+    return taken

@@ -1,0 +1,103 @@
+"""The ranks of this host, started and ended as the leader says, whichever host leads. Torch-free."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from typing import Any, Protocol
+
+from meshwright.errors import MeshwrightError
+from meshwright.recover.failures import Failure, RanksFailed
+from meshwright.recover.hosts.member import (
+    KillRank,
+    KillRanks,
+    LeaveJob,
+    Member,
+    SignalRanks,
+    StartRanks,
+)
+from meshwright.recover.hosts.messages import Message
+from meshwright.recover.hosts.placement import Placement
+from meshwright.recover.hosts.rank_readings import RankReadings
+from meshwright.recover.supervisor import RunningRanks
+from meshwright.telemetry.run_folder import RunFolder
+
+
+class LocalLauncher(Protocol):
+    """Starts the ranks of this host."""
+
+    def start(self, attempt: int, restart: int, placement: Placement | None = None) -> RunningRanks: ...
+
+
+class LocalRanks:
+    """Does what a `Member` says, and tells it how the ranks of this host end."""
+
+    def __init__(self, folder: RunFolder, launcher: LocalLauncher, hang_timeout: float) -> None:
+        self.folder, self.launcher, self.hang_timeout = folder, launcher, hang_timeout
+        self.running: RunningRanks | None = None
+        self.readings: RankReadings | None = None
+        self.started: StartRanks | None = None
+
+    def drive(self, member: Member) -> LeaveJob | None:
+        """Performs the actions of the member; returns the one that ends this supervisor, if there is one."""
+        leave = None
+        while member.actions:
+            match member.actions.pop(0):
+                case StartRanks() as start:
+                    self._start(start, member)
+                case SignalRanks(number) if self.running is not None:
+                    self.running.signal(number)
+                case KillRanks() if self.running is not None:
+                    self.running.kill()
+                case KillRank(rank) if self.running is not None:
+                    self.running.kill_rank(rank)
+                case LeaveJob() as ended:
+                    leave = ended
+        if self.running is not None and self.running.poll(0):
+            running, self.running, self.readings = self.running, None, None
+            member.ranks_ended(outcome_of(running.results))
+        return leave
+
+    def _start(self, start: StartRanks, member: Member) -> None:
+        self.started = start
+        self.readings = RankReadings(self.folder, start.attempt, start.placement.local_ranks, self.hang_timeout)
+        outcome = outcome_of(lambda: self._launch(start))
+        if "error" in outcome:
+            member.ranks_ended(outcome)
+
+    def _launch(self, start: StartRanks) -> list[Any]:
+        self.running = self.launcher.start(start.attempt, start.restart, start.placement)
+        return [{}]
+
+    def read(self) -> Message:
+        """What a beat says about the ranks of this host."""
+        return self.readings.read() if self.readings is not None else {}
+
+    def end(self) -> None:
+        """Kills the ranks that still run."""
+        if self.running is not None:
+            self.running.kill()
+            with suppress(MeshwrightError):
+                self.running.results()
+            self.running = self.readings = None
+
+
+def outcome_of(results: Callable[[], list[Any]]) -> Message:
+    """How ranks ended, as JSON: their summary, their failures, or the error that kept them from starting."""
+    try:
+        return {"summary": results()[0]}
+    except RanksFailed as failed:
+        return {"failures": [aged_json(failure) for failure in failed.failures]}
+    except MeshwrightError as error:
+        return {"error": aged_json(Failure.from_exception(-1, error))}
+
+
+def aged_json(failure: Failure) -> dict[str, Any]:
+    """A failure whose time is its age in seconds: hosts have different monotonic clocks."""
+    return failure.to_json() | {"time": max(0.0, time.monotonic() - failure.time)}
+
+
+def failure_of_host(host: str, values: dict[str, Any], arrived: float) -> Failure:
+    """A failure that a host reported, with a time of this host's clock."""
+    return Failure.from_json(values | {"time": arrived - float(values["time"]), "host": host})

@@ -1,0 +1,63 @@
+"""Which ranks of an attempt run on which host, and how they find each other. Torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from meshwright.recover.hosts.channel import ChannelError
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The ranks of one host in one attempt."""
+
+    first_rank: int
+    ranks: int
+    """Ranks on this host."""
+    hosts: tuple[str, ...]
+    """The names of all hosts, in the order of their ranks."""
+    addresses: tuple[str, ...]
+    """The address of each host, by which the others reach it."""
+    port: int
+    """The port at which rank 0 serves the store of the process group, at the address of the first host."""
+
+    @property
+    def world_size(self) -> int:
+        return self.ranks * len(self.hosts)
+
+    @property
+    def index(self) -> int:
+        """The position of this host among the hosts."""
+        return self.first_rank // self.ranks
+
+    @property
+    def local_ranks(self) -> range:
+        return range(self.first_rank, self.first_rank + self.ranks)
+
+    def to_json(self) -> dict[str, Any]:
+        return asdict(self)
+
+    @classmethod
+    def from_json(cls, values: dict[str, Any]) -> Placement:
+        """Raises ChannelError unless the values are those of a placement."""
+        try:
+            hosts, addresses = tuple(values["hosts"]), tuple(values["addresses"])
+            placement = cls(values["first_rank"], values["ranks"], hosts, addresses, values["port"])
+            numbers = (placement.first_rank, placement.ranks, placement.port)
+            valid = all(type(number) is int and number >= 0 for number in numbers) and placement.ranks > 0
+            valid = valid and len(values) == 5 and 0 < placement.port < 65536
+            valid = valid and len(hosts) == len(addresses) > 0 and all(type(text) is str for text in hosts + addresses)
+            valid = valid and placement.first_rank % placement.ranks == 0 and placement.index < len(hosts)
+        except (KeyError, TypeError):
+            valid = False
+        if not valid:
+            raise ChannelError("a placement is not valid")
+        return placement
+
+
+def host_of_rank(placement: Placement | None, rank: int) -> str:
+    """The name of the host on which a rank runs; '' if it is not known."""
+    if placement is None or not 0 <= rank < placement.world_size:
+        return ""
+    return placement.hosts[rank // placement.ranks]

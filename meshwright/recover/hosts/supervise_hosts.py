@@ -1,0 +1,256 @@
+"""The supervisor of one host of a job: it leads the job while it holds the lease, and follows the leader otherwise.
+Torch-free.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import secrets
+import socket
+import threading
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+from typing import Any
+
+from meshwright.config import LaunchConfig
+from meshwright.errors import BusyError, ConfigError, MeshwrightError, StoppedBeforeStart
+from meshwright.recover.hosts.channel import ChannelError, Connection, Listener, connect, mac
+from meshwright.recover.hosts.election import Choice, Election, LeaseView
+from meshwright.recover.hosts.host_ranks import POLL_SECONDS, HostRanks, Inbox, take
+from meshwright.recover.hosts.leader import HostsPolicy
+from meshwright.recover.hosts.local_ranks import LocalLauncher, LocalRanks
+from meshwright.recover.hosts.member import LeaveJob, Member
+from meshwright.recover.hosts.messages import MAX_MESSAGE_BYTES, decode_message, encode_message
+from meshwright.recover.lease import OBSERVATION_SECONDS, Lease, host_name, process_token, take_lease, view_newest_lease
+from meshwright.recover.supervisor import StartAttempt, Viewer, received_signals, supervise, warn
+from meshwright.telemetry.run_folder import RunFolder
+
+ADDRESS_VARIABLE = "MESHWRIGHT_HOST_ADDRESS"
+CONNECT_SECONDS = 2.0
+SEEK_SECONDS = 0.5
+"""Interval at which a host without a leader reads the newest lease."""
+
+
+class JobEnded(MeshwrightError):
+    """The job ended with this error on the host that leads it."""
+
+    def __init__(self, exit_code: int, reason: str) -> None:
+        super().__init__(reason or "the job has ended on the host that leads it")
+        self.exit_code = exit_code
+
+
+def host_address() -> str:
+    """The address at which other hosts reach this one."""
+    if given := os.environ.get(ADDRESS_VARIABLE):
+        return given
+    try:
+        return str(socket.getaddrinfo(socket.gethostname(), None, type=socket.SOCK_STREAM)[0][4][0])
+    except OSError as error:
+        raise ConfigError(
+            f"the name of this host, {socket.gethostname()}, does not resolve: {error.strerror}",
+            f"try {ADDRESS_VARIABLE}=ADDRESS with the address at which other hosts reach this one",
+        ) from None
+
+
+def free_port(address: str) -> int:
+    """A port of this host that is free at the moment."""
+    with socket.socket(socket.getaddrinfo(address, None)[0][0]) as probe:
+        probe.bind((address, 0))
+        return int(probe.getsockname()[1])
+
+
+@dataclass
+class HostSupervisor:
+    """Leads or follows until the job has ended."""
+
+    folder: RunFolder
+    launch: LaunchConfig
+    launcher: LocalLauncher
+    make_viewer: Callable[[int], Viewer]
+    policy: HostsPolicy
+    secret: bytes
+    received: list[int]
+    """The signals that this supervisor has received."""
+    options: dict[str, Any]
+    """Further arguments of `supervise`."""
+    beside: Callable[[StartAttempt], StartAttempt]
+    """Starts what runs beside the ranks on the host that leads."""
+    fresh: bool = False
+    observation: float = OBSERVATION_SECONDS
+
+    def __post_init__(self) -> None:
+        self.name, self.address = host_name(), host_address()
+        self.token = process_token()
+        self.job = mac(self.secret, b"job").hex()[:32]
+        self.inbox: Inbox = queue.SimpleQueue()
+        self.listener = Listener(self.address, self.secret, self._serve)
+        self.local = LocalRanks(self.folder, self.launcher, self.launch.hang_timeout)
+        self.leading = False
+
+    def run(self) -> Any:
+        """Returns the summary of the job; raises what ended it."""
+        election = Election(self.job, self.token, self.observation)
+        told = ""
+        try:
+            while True:
+                lease = view_newest_lease(self.folder)
+                match election.decide(lease, time.monotonic()):
+                    case Choice.EXIT:
+                        return self._ended(lease)
+                    case Choice.TAKE:
+                        if (taken := self._take(lease)) is not None:
+                            try:
+                                return self._lead(taken)
+                            except BusyError as error:  # another host has taken over meanwhile
+                                warn(f"{error.message}; this host follows it")
+                    case Choice.JOIN:
+                        assert lease is not None
+                        if (outcome := self._follow(lease)) is not None:
+                            return outcome.get("summary") or {}
+                    case Choice.WAIT:
+                        told = self._tell_waiting(lease, told)
+                if self.received:
+                    raise StoppedBeforeStart(self.received[0])
+                time.sleep(SEEK_SECONDS * (0.5 + secrets.randbelow(1000) / 1000))
+        finally:
+            self.local.end()
+            self.listener.close()
+
+    def _tell_waiting(self, lease: LeaseView | None, told: str) -> str:
+        holder = f"attempt {lease.attempt}" if lease is not None else ""
+        if holder != told:
+            warn(f"waiting for the holder of {holder}: it has ended, or does not answer")
+        return holder
+
+    def _ended(self, lease: LeaseView | None) -> Any:
+        assert lease is not None
+        if lease.outcome == "complete":
+            return {}
+        raise JobEnded(lease.exit_code or 1, f"attempt {lease.attempt} of this job has ended: {lease.outcome}")
+
+    def _take(self, lease: LeaseView | None) -> Lease | None:
+        return take_lease(self.folder, lease, self.job, f"{self.address}:{self.listener.port}", self.fresh)
+
+    def _member(self, *, is_leader: bool = False) -> Member:
+        ports = lambda: free_port(self.address)  # noqa: E731
+        return Member(self.name, self.token, self.address, self.launch.host_timeout, ports, is_leader)
+
+    def _lead(self, lease: Lease) -> Any:
+        """Runs attempts on all hosts until the job has ended."""
+        self.inbox, self.leading = queue.SimpleQueue(), True
+        ranks = HostRanks(self.policy, self._member(is_leader=True), self.local, self.inbox, self.received)
+        warn(f"host {self.name} leads the job, waiting for {self.policy.hosts} host(s)")
+        error: MeshwrightError | None = None
+        summary: Any = {}
+        try:
+            summary = supervise(
+                self.folder,
+                self.launch,
+                self.beside(ranks.start),
+                self.make_viewer,
+                lease=lease,
+                received=self.received,
+                **self.options,
+            )
+            return summary
+        except MeshwrightError as raised:
+            error = raised
+            raise
+        finally:
+            self.leading = False
+            if not isinstance(error, BusyError):
+                ranks.leave(error, summary if isinstance(summary, dict) else {})
+            for connection in ranks.connections.values():
+                connection.close()
+
+    def _serve(self, connection: Connection) -> None:
+        """Receives the messages of another host, in the thread of its connection."""
+        if self.leading:
+            receive_messages(connection, self.inbox)
+
+    def _follow(self, lease: LeaseView) -> dict[str, Any] | None:
+        """Follows a leader. Returns how the job ended; None if the leader is lost."""
+        host, _, port = lease.address.rpartition(":")
+        try:
+            connection = connect((host, int(port)), self.secret, CONNECT_SECONDS)
+        except (ChannelError, ValueError):
+            return None
+        inbox: Inbox = queue.SimpleQueue()
+        threading.Thread(target=receive_messages, args=(connection, inbox), daemon=True).start()
+        member = self._member()
+        member.join(time.monotonic())
+        warn(f"host {self.name} has joined the job that {host} leads (attempt {lease.attempt})")
+        try:
+            return self._serve_leader(member, connection, inbox)
+        finally:
+            self.local.end()
+            connection.close()
+
+    def _serve_leader(self, member: Member, connection: Connection, inbox: Inbox) -> dict[str, Any] | None:
+        forwarded = 0
+        leave_at = float("inf")
+        while True:
+            with suppress(queue.Empty):
+                _, message = inbox.get(timeout=POLL_SECONDS)
+                if message is None:
+                    member.lose_leader("the connection to the leader has ended")
+                elif message["kind"] == "exit" and message["exit_code"] == 0:
+                    return message
+                else:
+                    member.receive(message)
+            leave = self.local.drive(member)
+            if leave is not None:
+                raise_ended(leave)
+            member.tick(time.monotonic(), self.local.read)
+            if len(self.received) > forwarded:
+                forwarded += 1
+                member.outbox.append({"kind": "signal", "signal": self.received[forwarded - 1]})
+                leave_at = min(leave_at, time.monotonic() + self.launch.grace_period + self.launch.host_timeout)
+            try:
+                for message in take(member.outbox):
+                    connection.send(encode_message(message))
+            except ChannelError as error:
+                member.lose_leader(str(error))
+            if member.lost and self.local.running is None:
+                warn(f"host {self.name} has lost the leader: {member.lost}")
+                return None
+            if time.monotonic() > leave_at:
+                raise StoppedBeforeStart(self.received[0])
+
+
+def raise_ended(leave: LeaveJob) -> None:
+    raise JobEnded(leave.exit_code, leave.reason)
+
+
+def receive_messages(connection: Connection, inbox: Inbox) -> None:
+    """Puts the messages of a connection into the inbox until it ends, or one is not valid."""
+    try:
+        while True:
+            inbox.put((connection, decode_message(connection.receive(MAX_MESSAGE_BYTES))))
+    except ChannelError:
+        connection.close()
+        inbox.put((connection, None))
+
+
+def supervise_hosts(
+    folder: RunFolder,
+    launch: LaunchConfig,
+    launcher: LocalLauncher,
+    make_viewer: Callable[[int], Viewer],
+    policy: HostsPolicy,
+    secret: bytes,
+    beside: Callable[[StartAttempt], StartAttempt],
+    fresh: bool,
+    **options: Any,
+) -> Any:
+    """Runs this host's part of a job on several hosts, and returns the summary of the job on every host. Options are
+    those of `supervise`.
+    """
+    with received_signals() as received:
+        supervisor = HostSupervisor(
+            folder, launch, launcher, make_viewer, policy, secret, received, options, beside, fresh
+        )
+        return supervisor.run()
