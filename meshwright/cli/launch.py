@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from meshwright.cli.args import NO_ENTRY_POINTS, Json, option, positional
 from meshwright.cli.output import emit
@@ -47,6 +47,84 @@ def launch_slurm(
         time=time,
         requeues=requeues,
         blame_limit=blame_limit,
+        python=python,
+        overrides=overrides,
+        entry_points=entry_points,
+        write=write,
+    )
+    emit(json, launched.to_json(), launched.text())
+
+
+def launch_kubernetes(
+    file: LaunchFile,
+    image: Annotated[str, option("IMAGE", "image of the pods, with Meshwright and your code")],
+    name: Annotated[str, option("NAME", "name of the job, and of its run on the volume (default: NAME of NAME.toml)")] = "",
+    kind: Annotated[
+        Literal["jobset", "trainjob"], option("KIND", "jobset (jobset.x-k8s.io) or trainjob (trainer.kubeflow.org)")
+    ] = "jobset",
+    hosts: Hosts = None,
+    spares: Spares = 0,
+    namespace: Annotated[str, option("NAME", "namespace of all objects")] = "default",
+    claim: Annotated[str, option("NAME", "existing PersistentVolumeClaim for the run (default: a new one)")] = "",
+    storage: Annotated[str, option("SIZE", "size of the new claim")] = "100Gi",
+    storage_class: Annotated[str, option("NAME", "storage class of the new claim")] = "",
+    env_from: Annotated[str, option("SECRET", "existing Secret whose keys become environment variables")] = "",
+    restarts: Annotated[int, option("N", "restarts of the whole job after failures")] = 3,
+    python: Annotated[str, option("FILE", "Python interpreter in the image")] = "python",
+    write: Write = None,
+    json: Json = False,
+    *,
+    entry_points: Mapping[str, str] = NO_ENTRY_POINTS,
+    overrides: tuple[str, ...] = (),
+) -> None:
+    """Launch kubernetes: write a JobSet or a TrainJob with one supervisor per pod, and apply it."""
+    from meshwright import api
+
+    launched = api.launch_kubernetes(
+        file,
+        image,
+        name=name,
+        kind=kind,
+        hosts=hosts,
+        spares=spares,
+        namespace=namespace,
+        claim=claim,
+        storage=storage,
+        storage_class=storage_class,
+        env_from=env_from,
+        restarts=restarts,
+        python=python,
+        overrides=overrides,
+        entry_points=entry_points,
+        write=write,
+    )
+    emit(json, launched.to_json(), launched.text())
+
+
+def launch_ray(
+    file: LaunchFile,
+    run: RunDir = None,
+    hosts: Hosts = None,
+    spares: Spares = 0,
+    ray_address: Annotated[str, option("ADDRESS", "Ray cluster; auto: the one that runs on this machine")] = "auto",
+    retries: Annotated[int, option("N", "restarts in a row without a new checkpoint")] = 3,
+    python: Annotated[str, option("FILE", "Python interpreter of the nodes")] = sys.executable,
+    write: Write = None,
+    json: Json = False,
+    *,
+    entry_points: Mapping[str, str] = NO_ENTRY_POINTS,
+    overrides: tuple[str, ...] = (),
+) -> None:
+    """Launch ray: write a script with one supervisor per node, and run it until the run is complete."""
+    from meshwright import api
+
+    launched = api.launch_ray(
+        file,
+        run,
+        hosts=hosts,
+        spares=spares,
+        ray_address=ray_address,
+        retries=retries,
         python=python,
         overrides=overrides,
         entry_points=entry_points,

@@ -20,7 +20,7 @@ from meshwright.cli.checkpoint import (
 )
 from meshwright.cli.data import data_find, data_prepare, data_show
 from meshwright.cli.evaluate import evaluate
-from meshwright.cli.launch import launch_slurm
+from meshwright.cli.launch import launch_kubernetes, launch_ray, launch_slurm
 from meshwright.cli.plan import plan, plan_measure, plan_schedule
 from meshwright.cli.prove import prove
 from meshwright.cli.report import report
@@ -39,6 +39,8 @@ from meshwright.io import printable
 VERBS: dict[str, Verb] = {
     "train": train,
     "launch slurm": launch_slurm,
+    "launch kubernetes": launch_kubernetes,
+    "launch ray": launch_ray,
     "plan": plan,
     "plan schedule": plan_schedule,
     "plan measure": plan_measure,

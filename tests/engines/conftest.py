@@ -12,11 +12,11 @@ from slurm_cluster import SlurmCluster, missing_for_slurm
 
 @pytest.fixture
 def slurm():
-    """Two nodes; the folder has a short name, because the path of a socket is at most 108 bytes long."""
+    """Three nodes; the folder has a short name, because the path of a socket is at most 108 bytes long."""
     if reason := missing_for_slurm():
         pytest.skip(reason)
     with tempfile.TemporaryDirectory(prefix="slurm-", ignore_cleanup_errors=True) as folder:
-        cluster = SlurmCluster(Path(folder), 2)
+        cluster = SlurmCluster(Path(folder), 3)
         try:
             yield cluster
         finally:

@@ -14,6 +14,9 @@ import pytest
 from engine_runs import ENVIRONMENT, final_digest, newest_step, write_run_file
 from slurm_cluster import SlurmCluster, wait_until
 
+from meshwright.telemetry.events import read_events
+from meshwright.telemetry.run_folder import RunFolder
+
 STEPS = 40
 SLOW = "step.forward:rank0:slow=0.25x99"
 ENDED = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
@@ -77,7 +80,7 @@ def test_preempted_run_saves_a_checkpoint_and_continues_from_the_queue(slurm, tm
     job = SubmittedJob(slurm, tmp_path)
     job.wait_for_checkpoint()
     before = newest_step(job.run)
-    urgent = slurm.run("sbatch", "--parsable", "-p", "high", "-N2", "-c4", "-o/dev/null", "--wrap", "sleep 1")
+    urgent = slurm.run("sbatch", "--parsable", "-p", "high", "-N3", "-c4", "-o/dev/null", "--wrap", "sleep 1")
     slurm.wait_for(urgent, "COMPLETED")
     assert [decision["code"] for decision in job.decisions] == [143]
     assert newest_step(job.run) > before  # the checkpoint of the signal, not the last periodic one
@@ -171,3 +174,31 @@ def test_node_that_incidents_blame_is_excluded_on_requeue(slurm, tmp_path, undis
     assert slurm.job(number)["NodeList"] != first
     assert final_digest(run, STEPS) == undisturbed
     assert os.path.exists(run / "attempts" / "0003")
+
+
+@pytest.mark.engines
+def test_run_on_two_nodes_is_preempted_and_continues(slurm, tmp_path, undisturbed):
+    job = SubmittedJob(slurm, tmp_path, "--hosts", "2")
+    job.wait_for_checkpoint()
+    urgent = slurm.run("sbatch", "--parsable", "-p", "high", "-N3", "-c4", "-o/dev/null", "--wrap", "sleep 1")
+    slurm.wait_for(urgent, "COMPLETED")
+    assert [decision["code"] for decision in job.decisions] == [143], job.output
+    job.assert_complete(undisturbed)
+
+
+@pytest.mark.engines
+def test_spare_node_replaces_one_that_dies_and_the_job_stays_in_its_allocation(slurm, tmp_path, undisturbed):
+    job = SubmittedJob(slurm, tmp_path, "--hosts", "2", "--spares", "1", "--launch.host_timeout=5")
+    job.wait_for_checkpoint()
+    fields = slurm.job(job.number)
+    placed = next(iter(set(hosts_of_last_attempt(job.run)) - {fields["BatchHost"]}))
+    slurm.kill_node(placed)
+    job.assert_complete(undisturbed, seconds=150)
+    assert slurm.job(job.number)["Restarts"] == "0", job.output
+    assert placed not in hosts_of_last_attempt(job.run)
+
+
+def hosts_of_last_attempt(run: Path) -> list[str]:
+    """The hosts of the ranks, from the newest start record."""
+    starts = [event for event in read_events(RunFolder(run).events(0)) if event["kind"] == "start"]
+    return starts[-1]["hosts"]

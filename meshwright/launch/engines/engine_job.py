@@ -8,16 +8,16 @@ import secrets
 import shlex
 import sys
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from meshwright.config import RunConfig
 from meshwright.errors import ConfigError
+from meshwright.launch.hosts_policy import hosts_policy
 from meshwright.models.initial_model import load_run_config
-from meshwright.topology.unsupported import validate
 
 NO_OPTIONS: Mapping[str, str] = {}
-MAX_HOSTS = 100_000
+MAX_HOSTS = 65_536
 """Limit of hosts and spares of a job."""
 
 
@@ -82,16 +82,11 @@ def describe_job(
     file = absolute_path(run_file)
     own_model = "model" in entry_points
     config = load_run_config(file, overrides, own_model=own_model)
-    layout, _ = validate(config, own_model=own_model)
-    hosts = getattr(config.launch, "hosts", 1) if hosts is None else hosts
+    hosts = config.launch.hosts if hosts is None else hosts
     if not 1 <= hosts <= MAX_HOSTS or not 0 <= spares <= MAX_HOSTS:
         raise ConfigError(f"--hosts {hosts} --spares {spares}", f"expected at least 1 host, and at most {MAX_HOSTS:,}")
-    if layout.ranks % hosts:
-        divisors = [str(count) for count in range(1, min(layout.ranks, 4096) + 1) if layout.ranks % count == 0]
-        raise ConfigError(
-            f"{layout.ranks} ranks ({layout}) cannot be divided among {hosts} hosts",
-            f"expected --hosts {', '.join(divisors[:12])}, or another layout",
-        )
+    config = replace(config, launch=replace(config.launch, hosts=hosts))
+    policy = hosts_policy(config, own_model)
     folder = file if file.is_dir() else None
     chosen = absolute_path(run) if run is not None else folder or Path.cwd() / "runs" / file.stem
     options = [f"--{name.replace('_', '-')}={text}" for name, text in sorted(entry_points.items())]
@@ -101,7 +96,7 @@ def describe_job(
         chosen,
         hosts,
         spares,
-        layout.ranks // hosts,
+        policy.ranks_per_host,
         (*options, *(override for override in overrides if not override.startswith("--launch.hosts="))),
         absolute_path(write) if write is not None else chosen.with_name(f"{chosen.name}.launch"),
     )

@@ -67,8 +67,7 @@ def slurm_script(
         raise ConfigError(
             f"--requeues {requeues} --blame-limit {blame_limit}", "expected at least 0 requeues, and a limit of 1"
         )
-    min_hosts = getattr(job.config.launch, "min_hosts", None) or job.hosts
-    outlives_nodes = job.spares > 0 or min_hosts < job.hosts
+    outlives_nodes = job.spares > 0 or 0 < job.config.launch.min_hosts < job.hosts
     notice = round(job.config.launch.grace_period) + SIGNAL_RESOLUTION
     hosts = f"{job.hosts} host(s)" + (f" and {job.spares} spare(s)" if job.spares else "")
     directives = {
