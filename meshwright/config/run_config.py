@@ -226,6 +226,8 @@ class LaunchConfig:
     """fewest hosts on which the job continues after it has lost some; 0: all of them"""
     resize: Annotated[Literal["checkpoint", "restart"], PLACEMENT] = "checkpoint"
     """when a job on fewer hosts uses the ones that return: after the next checkpoint, or at the next restart"""
+    elastic: Annotated[bool, PLACEMENT] = False
+    """under torchrun with a range of nodes, let layout.replicate follow the number of ranks that torchrun starts"""
     host_timeout: Annotated[TimeoutSeconds, PLACEMENT] = 15.0
     """seconds without a message of a host's supervisor after which the host is lost, and its ranks are restarted"""
 
