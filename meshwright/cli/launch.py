@@ -14,7 +14,9 @@ LaunchFile = Annotated[Path, positional("RUN.toml", "run file, or a run folder")
 RunDir = Annotated[Path | None, option("DIR", "run folder, which all hosts share (default: runs/NAME of NAME.toml)")]
 Hosts = Annotated[int | None, option("N", "hosts that train (default: launch.hosts)")]
 Spares = Annotated[int, option("K", "hosts beyond them, which wait until one of them fails")]
-Write = Annotated[Path | None, option("DIR", "write the files to DIR and start nothing (default: RUN.launch, and start)")]
+Write = Annotated[
+    Path | None, option("DIR", "write the files to DIR and start nothing (default: RUN.launch, and start)")
+]
 
 
 def launch_slurm(
@@ -58,7 +60,9 @@ def launch_slurm(
 def launch_kubernetes(
     file: LaunchFile,
     image: Annotated[str, option("IMAGE", "image of the pods, with Meshwright and your code")],
-    name: Annotated[str, option("NAME", "name of the job, and of its run on the volume (default: NAME of NAME.toml)")] = "",
+    name: Annotated[
+        str, option("NAME", "name of the job, and of its run on the volume (default: NAME of NAME.toml)")
+    ] = "",
     kind: Annotated[
         Literal["jobset", "trainjob"], option("KIND", "jobset (jobset.x-k8s.io) or trainjob (trainer.kubeflow.org)")
     ] = "jobset",

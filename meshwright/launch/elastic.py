@@ -1,4 +1,4 @@
-"""Elastic jobs under torchrun: the layout follows the number of ranks, which may change between restarts. Torch-free."""
+"""Elastic jobs under torchrun: the layout follows the number of ranks, which may change at a restart. Torch-free."""
 
 from __future__ import annotations
 

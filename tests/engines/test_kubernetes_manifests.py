@@ -1,4 +1,4 @@
-"""The manifests of Kubernetes: valid by the published schemas and models, and what they say about exit codes and stops."""
+"""The manifests of Kubernetes: valid by the published schemas and models; their exit codes, secrets and stops."""
 
 from __future__ import annotations
 
@@ -75,7 +75,9 @@ def test_every_exit_code_has_its_action_in_the_pod_failure_policy(tmp_path):
     rules = job_of(written(tmp_path))["podFailurePolicy"]["rules"]
 
     def action(code: int) -> str:
-        return next((rule["action"] for rule in rules if code in rule.get("onExitCodes", {}).get("values", [])), "Count")
+        return next(
+            (rule["action"] for rule in rules if code in rule.get("onExitCodes", {}).get("values", [])), "Count"
+        )
 
     expected = {"fail": "FailJob", "requeue": "Ignore", "retry": "Count"}
     for entry in EXIT_CODES[1:]:

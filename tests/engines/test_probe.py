@@ -58,7 +58,8 @@ def test_rank_that_waits_for_another_one_passes(tmp_path):
 def test_ranks_of_other_hosts_and_ended_ranks_do_not_count(tmp_path):
     folder = RunFolder(tmp_path)
     folder.attempt(1).mkdir(parents=True)
-    code = f"from meshwright.telemetry.heartbeat import Heartbeat; Heartbeat(__import__('pathlib').Path({str(folder.heartbeat(1, 0))!r}))"
+    imports = "from pathlib import Path; from meshwright.telemetry.heartbeat import Heartbeat"
+    code = f"{imports}; Heartbeat(Path({str(folder.heartbeat(1, 0))!r}))"
     subprocess.run([sys.executable, "-c", code], check=True)
     assert ranks_of_this_host(folder) == {}
     assert main([str(tmp_path), "--limit", "0"]) == 0

@@ -1,4 +1,4 @@
-"""Runs on a local Ray cluster: with a killed worker or a removed node, a run ends with the digest of an undisturbed one."""
+"""Runs on a local Ray cluster: after a killed worker or a removed node, a run has the digest of an undisturbed one."""
 
 from __future__ import annotations
 

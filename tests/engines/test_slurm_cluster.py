@@ -163,9 +163,13 @@ def test_node_that_incidents_blame_is_excluded_on_requeue(slurm, tmp_path, undis
     environment = slurm.environment | ENVIRONMENT
     subprocess.run([*launch, "--write", str(tmp_path / "job")], env=environment, check=True, timeout=60)
     script = tmp_path / "job" / "job.sh"
-    script.write_text(script.read_text().replace("exec \"$@\"' supervisor", f"exec {sys.executable} {blame} \"$@\"' x"))
+    script.write_text(script.read_text().replace('exec "$@"\' supervisor', f'exec {sys.executable} {blame} "$@"\' x'))
     number = subprocess.run(
-        ["sbatch", "--parsable", "--nodelist=", str(script)], env=environment, check=True, capture_output=True, text=True
+        ["sbatch", "--parsable", "--nodelist=", str(script)],
+        env=environment,
+        check=True,
+        capture_output=True,
+        text=True,
     ).stdout.strip()
     slurm.wait_for(number, "RUNNING")
     first = slurm.job(number)["NodeList"]

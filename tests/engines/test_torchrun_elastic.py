@@ -97,7 +97,14 @@ class Agent:
 
     def kill(self) -> None:
         """Ends the agent and its ranks at once, as a node that dies does."""
-        os.killpg(self.process.pid, signal.SIGKILL)
+        pids, pending = [self.process.pid], [self.process.pid]
+        while pending:
+            pid = pending.pop()
+            children = [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+            pids += children
+            pending += children
+        for pid in pids:
+            os.kill(pid, signal.SIGKILL)
         self.process.wait()
 
 

@@ -1,4 +1,4 @@
-"""Hosts that the incidents of a run blame again and again, so that an engine does not place the job there. Torch-free."""
+"""Hosts that the incidents of a run blame repeatedly, so that an engine does not place the job there. Torch-free."""
 
 from __future__ import annotations
 

@@ -136,7 +136,7 @@ def container(job: EngineJob, settings: PodSettings) -> dict[str, Any]:
             "timeoutSeconds": 20,
             "failureThreshold": 3,
         },
-        # SIGTERM makes the supervisors save a checkpoint; a second one, which Kubernetes sends next, would kill the ranks.
+        # SIGTERM makes the job save a checkpoint; a second one, which Kubernetes sends next, would kill the ranks.
         "lifecycle": {
             "preStop": {
                 "exec": {"command": ["sh", "-c", "kill -TERM 1; while kill -0 1 2>/dev/null; do sleep 1; done"]}

@@ -1,4 +1,4 @@
-"""Liveness of the ranks of this host, for the probes of an engine: exits with 1 if a rank makes no progress. Torch-free.
+"""Liveness of the ranks of this host, for probes of an engine: exits with 1 if a rank makes no progress. Torch-free.
 
 `python -m meshwright.launch.engines.probe RUN --limit SECONDS` reads the heartbeats of the newest attempt. Ranks of
 other hosts do not count, nor does a host without ranks: a spare, or a supervisor between two attempts.

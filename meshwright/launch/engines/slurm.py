@@ -28,7 +28,7 @@ python={python}
 # All hosts of the job know this secret, and nobody else; every start of the job has a new one.
 export MESHWRIGHT_JOB_SECRET_FILE="$folder/secret.$SLURM_JOB_ID"
 trap 'rm -f "$MESHWRIGHT_JOB_SECRET_FILE"' EXIT
-# SLURM sends SIGTERM to the supervisors, which stop after a checkpoint. This shell outlives them, to decide what follows.
+# SLURM sends SIGTERM to the supervisors, which stop after a checkpoint. This shell outlives them.
 trap : TERM
 
 (umask 077 && head -c 32 /dev/urandom | od -An -v -tx1 | tr -d ' \\n' > "$MESHWRIGHT_JOB_SECRET_FILE") || exit 1
@@ -37,7 +37,8 @@ before=$("$python" -m meshwright.launch.engines.slurm_exit newest "$run") || exi
 # One supervisor per node. A supervisor that ends does not end the others: they decide together.
 srun --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=0 --wait=0{no_kill} bash -c '
   export MESHWRIGHT_HOST_NAME="$SLURMD_NODENAME"
-  export MESHWRIGHT_HOST_ADDRESS="$(scontrol --oneliner show node "$SLURMD_NODENAME" | sed -n "s/.* NodeAddr=\\([^ ]*\\).*/\\1/p")"
+  node=$(scontrol --oneliner show node "$SLURMD_NODENAME")
+  export MESHWRIGHT_HOST_ADDRESS="$(sed -n "s/.* NodeAddr=\\([^ ]*\\).*/\\1/p" <<< "$node")"
   exec "$@"' supervisor \\
   {command} &
 step=$!
