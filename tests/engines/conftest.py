@@ -27,3 +27,10 @@ def slurm():
 def undisturbed(tmp_path_factory):
     """The digest of a run of 40 steps that no engine started and nothing disturbed."""
     return train_undisturbed(tmp_path_factory.mktemp("undisturbed"))
+
+
+def pytest_collection_modifyitems(items):
+    """Daemons, queues and lost nodes take their time: a run under an engine has ten minutes."""
+    for item in items:
+        if item.get_closest_marker("engines"):
+            item.add_marker(pytest.mark.timeout(600))

@@ -32,11 +32,15 @@ class LocalRay:
 
     def workers(self) -> list[int]:
         """The processes of the actors that run supervisors."""
+        return self.processes("HostActor")
+
+    def processes(self, command: str) -> list[int]:
+        """The processes of this cluster with a text in their command line."""
         found = []
         for path in Path("/proc").glob("[0-9]*"):
             try:
                 own = f"{MARK}={self.mark}".encode() in (path / "environ").read_bytes().split(b"\0")
-                if own and b"HostActor" in (path / "cmdline").read_bytes():
+                if own and command.encode() in (path / "cmdline").read_bytes():
                     found.append(int(path.name))
             except OSError:
                 continue
@@ -84,9 +88,9 @@ class RunningJob:
             self.process = subprocess.Popen(command, stdout=log, stderr=log)
 
     def wait_for_checkpoint(self) -> None:
-        wait_until(lambda: newest_step(self.run) >= 5, lambda: self.log.read_text(), 120)
+        wait_until(lambda: newest_step(self.run) >= 5, lambda: self.log.read_text(), 240)
 
-    def wait(self, seconds: float = 150) -> int:
+    def wait(self, seconds: float = 300) -> int:
         try:
             return self.process.wait(seconds)
         except subprocess.TimeoutExpired:
@@ -135,3 +139,33 @@ def test_sigterm_to_the_driver_stops_the_run_after_a_checkpoint(local_ray, tmp_p
     os.kill(driver, signal.SIGTERM)
     assert job.wait() == 143, job.log.read_text()
     assert newest_step(job.run) > before
+
+
+TRAINER = """
+import ray, sys
+from meshwright.launch.engines.ray_train import make_trainer
+address, run_file, run, storage = sys.argv[1:]
+ray.init(address=address)
+result = make_trainer(run_file, run, 2, max_failures=2, storage=storage).fit()
+print("digest", result.metrics["digest"])
+"""
+
+
+def test_ray_train_restarts_a_killed_rank_and_the_run_continues(local_ray, tmp_path, undisturbed):
+    pytest.importorskip("pandas", reason="ray[train] is not installed: pip install 'meshwright[engines]'")
+    cluster = local_ray(1)
+    run, log = tmp_path / "run", tmp_path / "log"
+    args = [cluster.cluster.address, str(write_run_file(tmp_path, STEPS)), str(run), str(tmp_path / "storage")]
+    with log.open("w") as output:
+        process = subprocess.Popen([sys.executable, "-c", TRAINER, *args], stdout=output, stderr=output)
+    try:
+        wait_until(lambda: newest_step(run) >= 5, lambda: log.read_text()[-3000:], 240)
+        ranks = cluster.processes("meshwright\0train\0")
+        assert len(ranks) == 2
+        os.kill(ranks[0], signal.SIGKILL)
+        assert process.wait(300) == 0, log.read_text()[-3000:]
+    finally:
+        process.kill()
+    assert final_digest(run, STEPS) == undisturbed
+    assert len(list((run / "attempts").iterdir())) == 2
+    assert "digest " in log.read_text()

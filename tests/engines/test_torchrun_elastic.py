@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -18,7 +19,7 @@ from small_run import small_config, step_records
 from meshwright.errors import ConfigError, PeerError
 from meshwright.launch.elastic import agree_on_generation, follow_world_size
 
-STEPS = 40
+STEPS = 60
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
 
 
@@ -80,11 +81,11 @@ class Agent:
     def __init__(self, folder: Path, name: str, port: int) -> None:
         self.log = folder / f"{name}.log"
         rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=elastic"]
-        rendezvous += ["--rdzv-conf=last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=2,close_timeout=5"]
+        rendezvous += ["--rdzv-conf=last_call_timeout=30,keep_alive_interval=1,keep_alive_max_attempt=2,close_timeout=5"]
         options = ["--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=5", "--local-addr=127.0.0.1"]
         job = ["-m", "meshwright", "train", str(folder / "small.toml"), "--run-dir", str(folder / "run")]
         job += ["--launch.elastic=true", "--precision.compute=fp64"]
-        environment = os.environ | ENVIRONMENT | {"MESHWRIGHT_FAULT": "step.forward:rank0:slow=0.25x99"}
+        environment = os.environ | ENVIRONMENT | {"MESHWRIGHT_FAULT": "step.forward:rank0:slow=1x99"}
         with self.log.open("w") as log:
             self.process = subprocess.Popen(
                 [TORCHRUN, *options, *rendezvous, *job],
@@ -108,11 +109,17 @@ class Agent:
         self.process.wait()
 
 
+def is_listening(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
 @pytest.mark.engines
 def test_run_continues_on_fewer_ranks_and_again_on_more(tmp_path):
     write_run_file(tmp_path, STEPS)
     (port,) = free_ports(1)
     first = Agent(tmp_path, "first", port)
+    wait_until(lambda: is_listening(port), lambda: first.log.read_text(), 60)  # the first agent serves the rendezvous
     agents = [first, Agent(tmp_path, "second", port)]
     run = tmp_path / "run"
 
@@ -126,12 +133,12 @@ def test_run_continues_on_fewer_ranks_and_again_on_more(tmp_path):
         return [event["ranks"] for event in read_events(events) if event["kind"] == "start"] if events.exists() else []
 
     try:
-        wait_until(lambda: newest_step(run) >= 5, logs, 120)
+        wait_until(lambda: newest_step(run) >= 5, logs, 180)
         assert worlds() == [2]
         agents[1].kill()
-        wait_until(lambda: worlds() == [2, 1], logs, 90)
+        wait_until(lambda: worlds() == [2, 1], logs, 180)
         agents.append(Agent(tmp_path, "third", port))
-        assert first.process.wait(200) == 0, logs()
+        assert first.process.wait(300) == 0, logs()
         assert agents[2].process.wait(60) == 0, logs()
         assert worlds() == [2, 1, 2]
     finally:

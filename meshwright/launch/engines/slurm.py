@@ -35,7 +35,7 @@ trap : TERM
 before=$("$python" -m meshwright.launch.engines.slurm_exit newest "$run") || exit 1
 
 # One supervisor per node. A supervisor that ends does not end the others: they decide together.
-srun --ntasks-per-node=1 --cpus-per-task="$SLURM_CPUS_PER_TASK" --kill-on-bad-exit=0 --wait=0{no_kill} bash -c '
+srun --ntasks-per-node=1 --cpus-per-task="${{SLURM_CPUS_PER_TASK:-1}}" --kill-on-bad-exit=0 --wait=0{no_kill} bash -c '
   export MESHWRIGHT_HOST_NAME="$SLURMD_NODENAME"
   node=$(scontrol --oneliner show node "$SLURMD_NODENAME")
   export MESHWRIGHT_HOST_ADDRESS="$(sed -n "s/.* NodeAddr=\\([^ ]*\\).*/\\1/p" <<< "$node")"
