@@ -16,7 +16,7 @@ from meshwright.config import RunConfig, fingerprint, identity, placement
 from meshwright.config.device_defaults import require_bf16, with_device_defaults
 from meshwright.data.token_files import raise_if_changed
 from meshwright.errors import ConfigError, MeshwrightError, PeerError, StoppedBySignal, describe_exception
-from meshwright.launch.elastic import follow_world_size
+from meshwright.launch.engines.torchrun_elastic import follow_world_size
 from meshwright.launch.environment import started_by_torchrun
 from meshwright.launch.host_memory import require_host_memory
 from meshwright.launch.initial_weights import open_initial_weights

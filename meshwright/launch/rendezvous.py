@@ -23,7 +23,7 @@ import torch.distributed as dist
 
 from meshwright.config import LaunchConfig
 from meshwright.errors import ConfigError, IdentityError, PeerError
-from meshwright.launch.elastic import agree_on_generation
+from meshwright.launch.engines.torchrun_elastic import agree_on_generation
 from meshwright.launch.environment import started_by_torchrun
 from meshwright.parallel.world import World, device_type
 from meshwright.recover.hosts.placement import Placement

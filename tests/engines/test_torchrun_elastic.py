@@ -17,7 +17,7 @@ from slurm_cluster import free_ports, wait_until
 from small_run import small_config, step_records
 
 from meshwright.errors import ConfigError, PeerError
-from meshwright.launch.elastic import agree_on_generation, follow_world_size
+from meshwright.launch.engines.torchrun_elastic import agree_on_generation, follow_world_size
 
 STEPS = 60
 TORCHRUN = str(Path(sys.executable).with_name("torchrun"))
@@ -81,7 +81,9 @@ class Agent:
     def __init__(self, folder: Path, name: str, port: int) -> None:
         self.log = folder / f"{name}.log"
         rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=elastic"]
-        rendezvous += ["--rdzv-conf=last_call_timeout=30,keep_alive_interval=1,keep_alive_max_attempt=2,close_timeout=5"]
+        rendezvous += [
+            "--rdzv-conf=last_call_timeout=30,keep_alive_interval=1,keep_alive_max_attempt=2,close_timeout=5"
+        ]
         options = ["--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=5", "--local-addr=127.0.0.1"]
         job = ["-m", "meshwright", "train", str(folder / "small.toml"), "--run-dir", str(folder / "run")]
         job += ["--launch.elastic=true", "--precision.compute=fp64"]
