@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from meshwright.api.python_args import errors_for_python, given_path, validated
+from meshwright.channel import read_secret
 from meshwright.checkpoint.listing import RunLineage
 from meshwright.config import RunConfig, config_to_dict
 from meshwright.errors import ConfigError, MeshwrightError
@@ -23,9 +24,9 @@ from meshwright.launch.user_code.user_code import UserCode
 from meshwright.observe.event_viewer import EventViewer, SilentDisplay
 from meshwright.observe.metrics.exporter import RunExporter
 from meshwright.observe.terminal import EventDisplay, Terminal
-from meshwright.recover.hosts.channel import read_secret
 from meshwright.recover.hosts.supervise_hosts import supervise_hosts
-from meshwright.recover.supervisor import RunningRanks, supervise, warn
+from meshwright.recover.running_ranks import RunningRanks
+from meshwright.recover.supervisor import supervise, warn
 from meshwright.telemetry.events import Event, EventFollower
 from meshwright.telemetry.heartbeat import process_start_time
 from meshwright.telemetry.run_folder import RunFolder

@@ -19,11 +19,11 @@ from meshwright.errors import StoppedBeforeStart
 from meshwright.io import create_file
 from meshwright.launch.descendants import MARK, end_descendants, with_mark
 from meshwright.recover.failures import Failure, RanksFailed
-from meshwright.recover.hosts.placement import Placement
 from meshwright.recover.incidents import read_heartbeats, tail_lines
 from meshwright.recover.supervisor import kill_rank
 from meshwright.telemetry.heartbeat import HeartbeatReading
 from meshwright.telemetry.run_folder import RunFolder
+from meshwright.topology.placement import Placement
 
 
 class ForkServer:

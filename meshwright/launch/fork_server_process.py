@@ -20,8 +20,8 @@ from meshwright.config import config_from_dict
 from meshwright.errors import MeshwrightError, limit_error
 from meshwright.parent_death import exit_with_parent
 from meshwright.recover.failures import Failure, RanksFailed
-from meshwright.recover.hosts.placement import Placement
 from meshwright.telemetry.run_folder import RunFolder
+from meshwright.topology.placement import Placement
 
 
 class ForkServerProcess:

@@ -31,13 +31,13 @@ from meshwright.models.initial_model import take_initial_model
 from meshwright.models.registry import validate_family
 from meshwright.parallel.compile import require_compiler
 from meshwright.parallel.world import device_type
-from meshwright.recover.hosts.placement import Placement
 from meshwright.recover.incidents import Incident
 from meshwright.recover.lease import Lease, acquire_lease
 from meshwright.recover.supervisor import newest_checkpoint_step, record_lost_attempts, warn
 from meshwright.telemetry.events import Event
 from meshwright.telemetry.heartbeat import Heartbeat
 from meshwright.telemetry.run_folder import RunFolder
+from meshwright.topology.placement import Placement
 from meshwright.topology.unsupported import validate
 from meshwright.torch_private import attention_backends, use_attention_backends
 from meshwright.trainer.callbacks.configured import run_callbacks
@@ -105,6 +105,7 @@ def start_ranks(job: Job, placement: Placement | None = None) -> Ranks:
     ranks = placement.local_ranks if placement is not None else range(job.layout.ranks)
     logs = [job.folder.log(job.attempt, rank) for rank in ranks]
     heartbeats = [job.folder.heartbeat(job.attempt, rank) for rank in ranks]
+    job = replace(job, placement=placement)
     return Ranks(_train, len(ranks), (job,), job.config.launch, collect_facts(job), logs, heartbeats, placement)
 
 

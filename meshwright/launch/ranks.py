@@ -35,8 +35,8 @@ from meshwright.launch.scratch_folder import ScratchFolder, remove_stale_folders
 from meshwright.parallel.world import World
 from meshwright.parent_death import exit_with_parent
 from meshwright.recover.failures import Failure, RanksFailed
-from meshwright.recover.hosts.placement import Placement
 from meshwright.telemetry.heartbeat import Heartbeat, HeartbeatReading, read_heartbeat
+from meshwright.topology.placement import Placement
 
 Task = tuple[Callable[..., Any], tuple[Any, ...]]
 """The function that a rank runs, and its arguments after `world`."""

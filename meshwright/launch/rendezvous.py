@@ -26,9 +26,9 @@ from meshwright.errors import ConfigError, IdentityError, PeerError
 from meshwright.launch.engines.torchrun_elastic import agree_on_generation
 from meshwright.launch.environment import started_by_torchrun
 from meshwright.parallel.world import World, device_type
-from meshwright.recover.hosts.placement import Placement
 from meshwright.recover.lease import host_name
 from meshwright.telemetry.heartbeat import Heartbeat
+from meshwright.topology.placement import Placement
 
 SIOCGIFADDR = 0x8915
 """The request for the IPv4 address of a network interface (netdevice(7))."""

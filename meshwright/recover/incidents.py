@@ -12,7 +12,7 @@ from typing import Any
 from meshwright.data.sample_lookup import open_sample_lookup
 from meshwright.errors import MeshwrightError
 from meshwright.io import open_regular_file, read_json, write_json
-from meshwright.recover.failures import FINAL_EXIT_CODES, Failure
+from meshwright.recover.failures import FINAL_EXIT_CODES, HOST_LOST, Failure
 from meshwright.telemetry.heartbeat import HeartbeatReading, read_heartbeat
 from meshwright.telemetry.phases import PHASES, STEP_PHASES
 from meshwright.telemetry.run_folder import RunFolder
@@ -147,6 +147,7 @@ def assign_verdict(incident: Incident, history: list[Incident]) -> Incident:
         is_same_place(previous, incident) for previous in previous_failures
     )
     repeated = repeated and bool(incident.samples or not incident.killed_externally)
+    repeated = repeated and incident.error_type != HOST_LOST  # whatever its ranks were doing
     if not repeated:
         verdict = (
             "infrastructure" if any(previous.step != incident.step for previous in failed[-1:]) else "first failure"

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from meshwright.recover.hosts.messages import Message
-from meshwright.recover.hosts.placement import Placement
+from meshwright.topology.placement import Placement
 
 END_SECONDS = 15.0
 """Seconds that ranks on other hosts have to end by themselves after the first ones have failed."""
@@ -42,7 +42,9 @@ class Host:
     name: str
     token: str
     address: str
+    control_port: int
     port: int
+    """A free port, for the store of the next process group."""
     heard: float
     """When its last message arrived."""
     attempt: int = 0
@@ -85,6 +87,8 @@ class Leader:
         self.killed_at: float | None = None
         self.failure = ""
         """Why no attempt can start."""
+        self.isolated = False
+        """Whether this host has lost the connection to all others, so that one of them may lead better."""
         self.resizing = False
         """Whether the attempt ends so that the next one uses more hosts."""
 
@@ -102,13 +106,12 @@ class Leader:
         return bool(self.failure) or (bool(self.placed) and all(name in self.ended for name in self.placed))
 
     def receive(self, name: str, message: Message, now: float) -> None:
-        """Handles a message of a host that has joined."""
+        """Handles a message of a host that has joined, which arrived at `now`: that moment was acknowledged to it."""
         host = self.hosts[name]
-        host.heard = now
+        host.heard = max(host.heard, now)
         match message["kind"]:
             case "beat":
                 host.port, host.ranks = message["port"], message["ranks"] if message["attempt"] == self.attempt else {}
-                self.outbox.append((name, {"kind": "acknowledge", "number": message["number"]}))
             case "ended":
                 if host.attempt == message["attempt"]:
                     host.attempt = 0
@@ -122,7 +125,9 @@ class Leader:
             if known.address != message["address"]:
                 return f"another host, at {known.address}, has the name {name}"
             self.lose(name, "its supervisor was started again", now)
-        self.hosts[name] = Host(name, message["token"], message["address"], message["port"], now, message["attempt"])
+        self.isolated = False
+        ports = message["control_port"], message["port"]
+        self.hosts[name] = Host(name, message["token"], message["address"], *ports, now, message["attempt"])
         self.outbox.append((name, {"kind": "welcome", "attempt": self.attempt}))
         if message["attempt"]:  # ranks of an attempt that is over
             self.outbox.append((name, {"kind": "kill", "attempt": message["attempt"]}))
@@ -132,6 +137,7 @@ class Leader:
         """A host is lost: its connection has ended, or it is silent."""
         if self.hosts.pop(name, None) is None:
             return
+        self.isolated = len(self.hosts) == 1
         if name in self.placed and name not in self.ended:
             self.blames[name] += 1
             self._end(Ended(name, {}, reason, now), now)
@@ -222,16 +228,16 @@ class Leader:
             self._place(idle, self.policy.hosts)
         elif waited >= patience and (size := self._size(len(idle))):
             self._place(idle, size)
-        elif waited >= self.policy.form_timeout:
-            self.failure = self._missing(idle)
+        elif waited >= self.policy.form_timeout or (self.isolated and waited >= self.policy.host_timeout):
+            self.failure = self._missing(idle, waited)
 
-    def _missing(self, idle: list[str]) -> str:
+    def _missing(self, idle: list[str], waited: float) -> str:
         joined = f"{len(idle)} of {self.policy.hosts} host(s) are ready ({', '.join(sorted(idle)) or 'none'})"
         fewer = [size for size in range(len(idle), 0, -1) if size >= self.policy.min_hosts]
         reasons = "; ".join(f"{size} host(s): {self.policy.refusal(size)}" for size in fewer[:3])
         if not reasons and self.policy.min_hosts > len(idle):
             reasons = f"launch.min_hosts is {self.policy.min_hosts}"
-        return f"{joined} after {self.policy.form_timeout:g} s" + (f"; {reasons}" if reasons else "")
+        return f"{joined} after {waited:.0f} s" + (f"; {reasons}" if reasons else "")
 
     def _place(self, idle: list[str], size: int) -> None:
         """The own host first, so that rank 0 is beside the leader; then the hosts that ended the fewest attempts, in
@@ -244,9 +250,10 @@ class Leader:
         self.placed = self.previous = order[:size]
         hosts, per_host = tuple(self.placed), self.policy.ranks_per_host
         addresses = tuple(self.hosts[name].address for name in hosts)
+        control_ports = tuple(self.hosts[name].control_port for name in hosts)
         port = self.hosts[hosts[0]].port
         for index, name in enumerate(hosts):
-            placement = Placement(index * per_host, per_host, hosts, addresses, port)
+            placement = Placement(index * per_host, per_host, hosts, addresses, control_ports, port)
             self.placement = self.placement or placement
             self.hosts[name].attempt, self.hosts[name].ranks = self.attempt, {}
             message = {"kind": "start", "attempt": self.attempt, "restart": self.restart}

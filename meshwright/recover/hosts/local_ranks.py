@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any, Protocol
 
 from meshwright.errors import MeshwrightError
@@ -18,10 +19,12 @@ from meshwright.recover.hosts.member import (
     StartRanks,
 )
 from meshwright.recover.hosts.messages import Message
-from meshwright.recover.hosts.placement import Placement
 from meshwright.recover.hosts.rank_readings import RankReadings
-from meshwright.recover.supervisor import RunningRanks
+from meshwright.recover.running_ranks import RunningRanks
 from meshwright.telemetry.run_folder import RunFolder
+from meshwright.topology.placement import Placement
+
+KILL_SECONDS = 3.0
 
 
 class LocalLauncher(Protocol):
@@ -38,6 +41,8 @@ class LocalRanks:
         self.running: RunningRanks | None = None
         self.readings: RankReadings | None = None
         self.started: StartRanks | None = None
+        self.kill_deadline = float("inf")
+        """When ranks that were killed, and have not ended, are killed together with what started them."""
 
     def drive(self, member: Member) -> LeaveJob | None:
         """Performs the actions of the member; returns the one that ends this supervisor, if there is one."""
@@ -49,18 +54,26 @@ class LocalRanks:
                 case SignalRanks(number) if self.running is not None:
                     self.running.signal(number)
                 case KillRanks() if self.running is not None:
-                    self.running.kill()
+                    self._kill(self.running)
                 case KillRank(rank) if self.running is not None:
                     self.running.kill_rank(rank)
                 case LeaveJob() as ended:
                     leave = ended
+        if self.running is not None and time.monotonic() > self.kill_deadline:
+            self.running.kill()
         if self.running is not None and self.running.poll(0):
             running, self.running, self.readings = self.running, None, None
-            member.ranks_ended(outcome_of(running.results))
+            member.ranks_ended(outcome_of(running.results, killed=self.kill_deadline < float("inf")))
         return leave
 
+    def _kill(self, running: RunningRanks) -> None:
+        """Kills the ranks, not the process that forked them: it starts those of the next attempt sooner."""
+        for rank in (heartbeats := running.read_heartbeats()):
+            running.kill_rank(rank)
+        self.kill_deadline = time.monotonic() + (KILL_SECONDS if heartbeats else 0.0)
+
     def _start(self, start: StartRanks, member: Member) -> None:
-        self.started = start
+        self.started, self.kill_deadline = start, float("inf")
         self.readings = RankReadings(self.folder, start.attempt, start.placement.local_ranks, self.hang_timeout)
         outcome = outcome_of(lambda: self._launch(start))
         if "error" in outcome:
@@ -83,12 +96,15 @@ class LocalRanks:
             self.running = self.readings = None
 
 
-def outcome_of(results: Callable[[], list[Any]]) -> Message:
-    """How ranks ended, as JSON: their summary, their failures, or the error that kept them from starting."""
+def outcome_of(results: Callable[[], list[Any]], killed: bool = False) -> Message:
+    """How ranks ended, as JSON: their summary, their failures, or the error that kept them from starting. Failures of
+    ranks that the leader had `killed` are not the root cause.
+    """
     try:
         return {"summary": results()[0]}
     except RanksFailed as failed:
-        return {"failures": [aged_json(failure) for failure in failed.failures]}
+        failures = [replace(failure, secondary=failure.secondary or killed) for failure in failed.failures]
+        return {"failures": [aged_json(failure) for failure in failures]}
     except MeshwrightError as error:
         return {"error": aged_json(Failure.from_exception(-1, error))}
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from meshwright.recover.hosts.messages import Message
-from meshwright.recover.hosts.placement import Placement
+from meshwright.topology.placement import Placement
 
 BEAT_SECONDS = 1.0
 FENCE_FRACTION = 0.6
@@ -59,6 +59,8 @@ class Member:
     host: str
     token: str
     address: str
+    control_port: int
+    """The port at which this supervisor listens."""
     host_timeout: float
     free_port: Callable[[], int]
     """A port of this host that is free: the store of the next process group may be served there."""
@@ -88,6 +90,7 @@ class Member:
                 "host": self.host,
                 "token": self.token,
                 "address": self.address,
+                "control_port": self.control_port,
                 "port": self.free_port(),
                 "attempt": self.attempt,
             }
@@ -104,8 +107,8 @@ class Member:
                 self.heard = max(self.heard, self.sent.pop(message["number"], 0.0))
                 self.sent = {number: at for number, at in self.sent.items() if number > message["number"]}
             case "start" if message["attempt"] >= self.newest_attempt and not self.attempt:
-                self.attempt = self.newest_attempt = message["attempt"]
                 placement = Placement.from_json(message["placement"])
+                self.attempt = self.newest_attempt = message["attempt"]
                 self.actions.append(StartRanks(self.attempt, message["restart"], placement))
             case "stop" if message["attempt"] == self.attempt:
                 self.actions.append(SignalRanks(message["signal"]))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import json
 from typing import Any
 
-from meshwright.recover.hosts.channel import ChannelError
+from meshwright.channel import ChannelError
+from meshwright.topology.placement import Placement
 
 Message = dict[str, Any]
 
@@ -13,7 +14,7 @@ MAX_MESSAGE_BYTES = 4 << 20
 
 FIELDS: dict[str, dict[str, type]] = {
     # From a member to the leader.
-    "join": {"host": str, "token": str, "address": str, "port": int, "attempt": int},
+    "join": {"host": str, "token": str, "address": str, "control_port": int, "port": int, "attempt": int},
     "beat": {"number": int, "attempt": int, "ranks": dict, "port": int},
     "ended": {"attempt": int, "outcome": dict},
     "signal": {"signal": int},
@@ -30,6 +31,11 @@ FIELDS: dict[str, dict[str, type]] = {
 """The fields of each kind of message."""
 
 
+def acknowledgement(beat: Message) -> Message:
+    """What the leader answers to a beat as soon as it arrives, however busy it is."""
+    return {"kind": "acknowledge", "number": beat["number"]}
+
+
 def encode_message(message: Message) -> bytes:
     return json.dumps(message, separators=(",", ":")).encode()
 
@@ -42,6 +48,8 @@ def decode_message(raw: bytes) -> Message:
         valid = message.keys() == {"kind", *fields} and all(
             type(message[name]) is kind for name, kind in fields.items()
         )
+        if message["kind"] == "start":
+            Placement.from_json(message["placement"])
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         valid = False
     if not valid:

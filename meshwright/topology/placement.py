@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from meshwright.recover.hosts.channel import ChannelError
-
 
 @dataclass(frozen=True)
 class Placement:
@@ -19,6 +17,8 @@ class Placement:
     """The names of all hosts, in the order of their ranks."""
     addresses: tuple[str, ...]
     """The address of each host, by which the others reach it."""
+    control_ports: tuple[int, ...]
+    """The port at which the supervisor of each host listens."""
     port: int
     """The port at which rank 0 serves the store of the process group, at the address of the first host."""
 
@@ -40,19 +40,21 @@ class Placement:
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Placement:
-        """Raises ChannelError unless the values are those of a placement."""
+        """Raises ValueError unless the values are those of a placement."""
         try:
             hosts, addresses = tuple(values["hosts"]), tuple(values["addresses"])
-            placement = cls(values["first_rank"], values["ranks"], hosts, addresses, values["port"])
-            numbers = (placement.first_rank, placement.ranks, placement.port)
+            ports = tuple(values["control_ports"])
+            placement = cls(values["first_rank"], values["ranks"], hosts, addresses, ports, values["port"])
+            numbers = (placement.first_rank, placement.ranks, placement.port, *ports)
             valid = all(type(number) is int and number >= 0 for number in numbers) and placement.ranks > 0
-            valid = valid and len(values) == 5 and 0 < placement.port < 65536
-            valid = valid and len(hosts) == len(addresses) > 0 and all(type(text) is str for text in hosts + addresses)
+            valid = valid and len(values) == 6 and 0 < placement.port < 65536
+            valid = valid and all(type(text) is str for text in hosts + addresses)
+            valid = valid and len(hosts) == len(addresses) == len(ports) > 0
             valid = valid and placement.first_rank % placement.ranks == 0 and placement.index < len(hosts)
         except (KeyError, TypeError):
             valid = False
         if not valid:
-            raise ChannelError("a placement is not valid")
+            raise ValueError("a placement is not valid")
         return placement
 
 
