@@ -16,6 +16,7 @@ from typing import Any
 from benchmarks import (
     checkpoint,
     layouts,
+    manifest,
     observation,
     optimizers,
     pipeline,
@@ -55,6 +56,7 @@ BENCHMARKS = (
     "sampler",
     "tokenization",
     "checkpoint",
+    "manifest",
     "optimizers",
     "observation",
     "readers",
@@ -97,6 +99,8 @@ def main() -> None:
         result["tokenization"] = tokenization.measure()
     if "checkpoint" in args.only:
         result["checkpoint"] = checkpoint.measure()
+    if "manifest" in args.only:
+        result["manifest"] = manifest.measure()
     if "weights" in args.only:
         result["weights"] = weights.measure()
     if "sampling" in args.only:
@@ -188,6 +192,9 @@ def targets(result: dict[str, Any]) -> list[dict[str, Any]]:
         rows.append(target("peak memory of the exporter, bytes", peak, readers.MAX_MEMORY, "<="))
     if "checkpoint" in result:
         rows += checkpoint_targets(result["checkpoint"])
+    if "manifest" in result:
+        for name, row in result["manifest"]["rows"].items():
+            rows.append(target(f"manifest, bytes, {name}", row["format_2"]["bytes"], manifest.MAX_ROOT_BYTES, "<="))
     if "weights" in result:
         for operation in ("import", "export"):
             value = result["weights"][operation]["ratio_to_safetensors"]["median"]

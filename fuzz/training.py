@@ -22,7 +22,16 @@ from meshwright.topology.parameter_shards import uses_ddp
 COLD = 0.08
 """The fraction of jobs that start `python -m meshwright` and its fork server."""
 STEP_POINTS = ("fetch", "copy", "forward", "backward", "sync", "update", "updated", "collective")
-SAVE_POINTS = ("stage", "begin", "write", "after_shard", "before_manifest", "before_publish", "after_publish")
+SAVE_POINTS = (
+    "stage",
+    "begin",
+    "write",
+    "after_shard",
+    "after_part",
+    "before_manifest",
+    "before_publish",
+    "after_publish",
+)
 OTHER_POINTS = ("start.begin", "evaluate", "retain.unpublished", "end")
 ENDING = ("kill", "exit", "raise", "oom")
 """Actions that end a rank, after which the job restarts."""

@@ -175,7 +175,7 @@ def evaluate_rank(
 ) -> tuple[float, int, str, dict[str, float]]:
     """Loads the weights of a checkpoint into the parallelized model, and evaluates this rank's share of the samples."""
     from meshwright.checkpoint.frozen import separate_frozen
-    from meshwright.checkpoint.restore import gather_mismatches, load_tensors
+    from meshwright.checkpoint.restore import first_damage_on_any_rank, gather_index, gather_mismatches, load_tensors
     from meshwright.checkpoint.state import collect_state
     from meshwright.data.source import ConcatenatedSource
     from meshwright.trainer.build import build_parallel_model
@@ -198,7 +198,10 @@ def evaluate_rank(
     tensors = {name: record for name, record in manifest.tensors.items() if not name.startswith("optimizer/")}
     if mismatches := gather_mismatches(state, tensors, world):
         raise IdentityError(f"checkpoint {entry.name} is of another model: {mismatches[0]}")
-    load_tensors(entry, state, world, BLOCK_SIZES.io_bytes)
+    index, _, found = gather_index(entry, world)
+    if (damage := first_damage_on_any_rank(world, found)) is not None:
+        raise CheckpointError(f"checkpoint {entry.name} is damaged: {damage}")
+    load_tensors(entry, state, world, BLOCK_SIZES.io_bytes, index)
     model.round_masters()
     model.after_update()
     samples: tuple[Any, ...] = (job.custom.batch, job.custom.collate) if job.custom is not None else ()

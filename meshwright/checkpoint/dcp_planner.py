@@ -10,7 +10,7 @@ from torch.distributed.checkpoint import DefaultLoadPlanner, DefaultSavePlanner
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from meshwright.checkpoint.manifest import TensorRecord
+from meshwright.checkpoint.format.regions import TensorRecord
 from meshwright.checkpoint.state import CheckpointState, dtype_name
 from meshwright.parallel.local_shard import LocalShard, local_shard
 

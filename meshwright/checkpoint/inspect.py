@@ -76,7 +76,7 @@ def list_rows(path: Path) -> list[dict[str, Any]]:
         if manifest is not None:
             row |= {
                 "timeline": manifest.timeline,
-                "files": len(manifest.files),
+                "files": len(manifest.parts),
                 "bytes": manifest.total_bytes,
                 "layout": {axis: degree for axis, degree in manifest.layout.items() if axis != "micro"},
                 "digest": manifest.digest,

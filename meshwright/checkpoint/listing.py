@@ -10,15 +10,14 @@ from __future__ import annotations
 import json
 import re
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
-from meshwright.checkpoint.manifest import (
-    MANIFEST_FILE,
-    MAX_MANIFEST_BYTES,
-    InvalidManifest,
-    Manifest,
-    canonical_digest,
-)
+from meshwright.checkpoint.format.canonical import InvalidManifest, canonical_digest
+from meshwright.checkpoint.format.index import CheckpointIndex, read_index, read_part
+from meshwright.checkpoint.format.manifest_parts import ManifestPart
+from meshwright.checkpoint.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, Manifest
+from meshwright.errors import CheckpointError
 from meshwright.io import MAX_JSON_BYTES
 from meshwright.store.interface import Store
 from meshwright.store.posix import PosixStore
@@ -59,6 +58,20 @@ class CheckpointEntry:
     def was_deleted(self) -> bool:
         """Whether the manifest is gone by now. Retention deletes it first: a file that is missing then is no damage."""
         return self.store.size(f"{self.folder}/{MANIFEST_FILE}") is None
+
+    def read_part(self, name: str) -> ManifestPart:
+        """A part of the manifest. Raises OSError or InvalidManifest unless it is the one that was written."""
+        assert self.manifest is not None
+        return read_part(self.store, self.folder, self.manifest, name)
+
+    @cached_property
+    def index(self) -> CheckpointIndex:
+        """Where the tensors are stored. The first use reads every part: a listing never does."""
+        assert self.manifest is not None
+        try:
+            return read_index(self.store, self.folder, self.manifest)
+        except InvalidManifest as problem:
+            raise CheckpointError(f"checkpoint {self.name} is damaged: {problem}") from None
 
 
 @dataclass(frozen=True)

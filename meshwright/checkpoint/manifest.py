@@ -1,66 +1,38 @@
-"""The manifest: what a checkpoint contains, where every tensor is stored, and the digest of every byte. Torch-free.
+"""The manifest: what a checkpoint contains, and the digest of every part that says where. Torch-free.
 
-A checkpoint exists if and only if its manifest does. A manifest is an untrusted file: its size is bounded, every field
-is validated, it names no file outside of its own folder, and it includes a digest of itself.
+A checkpoint exists if and only if its manifest does. The manifest has what is global, and names one part per rank
+(manifest_parts.py), so that it stays small at thousands of ranks. It is an untrusted file: its size is bounded, every
+field is validated, it names no file outside of its own folder, and it includes a digest of itself.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import re
-from dataclasses import asdict, dataclass, field
-from math import prod
+from dataclasses import asdict, dataclass, field, fields
+from functools import cached_property
 from typing import Any
 
+from meshwright.checkpoint.format.canonical import InvalidManifest, parse, serialize
+from meshwright.checkpoint.format.canonical import canonical_digest as canonical_digest
+from meshwright.checkpoint.format.format_1 import split_format_1
+from meshwright.checkpoint.format.manifest_parts import (
+    FORMAT,
+    MAX_PART_BYTES,
+    MAX_PARTS_BYTES,
+    ManifestPart,
+    RecordedPart,
+    part_file,
+    shard_file,
+)
+from meshwright.checkpoint.format.regions import MAX_INTEGER, RegionTable, TensorRecord
 from meshwright.config import BLOCK_SIZES
-from meshwright.config.dtypes import TENSOR_BYTES
 
-FORMAT = 1
-"""The version of the manifest's keys. A change of a key needs a new version and a new fixture in tests/checkpoint."""
 MANIFEST_FILE = "manifest.json"
 MAX_MANIFEST_BYTES = 256 << 20
-MAX_DIMENSIONS = 64
-"""The largest number of dimensions of a tensor."""
-
-
-class InvalidManifest(Exception):
-    """A manifest that cannot be trusted; the text gives the reason."""
-
-
-@dataclass(frozen=True)
-class TensorRegion:
-    """A rectangular region of a tensor, and the byte range of a file that stores it."""
-
-    offset: tuple[int, ...]
-    shape: tuple[int, ...]
-    file: str
-    start: int
-    length: int
-
-
-@dataclass(frozen=True)
-class TensorRecord:
-    """A tensor of the checkpoint as the regions that its shards store."""
-
-    dtype: str
-    shape: tuple[int, ...]
-    regions: tuple[TensorRegion, ...]
-    """The regions; their JSON key is `pieces`."""
-
-
-@dataclass(frozen=True)
-class FileRecord:
-    """The size of a file and the digests of its chunks."""
-
-    size: int
-    chunks: tuple[str, ...]
-    """The xxh3-128 digest of each `Manifest.chunk` bytes."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of manifest.json."""
+    """The content of manifest.json. A manifest of format 1 is decoded into the same fields, with its parts."""
 
     run: str
     """The id of the run."""
@@ -90,12 +62,10 @@ class Manifest:
     """The state of the gradient scaler."""
     counters: dict[str, Any]
     """The counters of the step recorder."""
-    owners: dict[str, dict[str, Any]]
-    """Non-tensor state that belongs to one data-parallel rank, by owner."""
-    files: dict[str, FileRecord]
-    """The shards, by file name."""
     tensors: dict[str, TensorRecord]
-    """The tensors, by name."""
+    """The dtype and the full shape of every tensor, by name."""
+    parts: dict[str, RecordedPart]
+    """The parts by file name, in the order of the ranks that wrote them."""
     format: int = FORMAT
     chunk: int = BLOCK_SIZES.digest_bytes
     """The number of bytes that one digest covers."""
@@ -105,50 +75,56 @@ class Manifest:
     """
     digest: str = field(default="", compare=False)
     """The digest of the manifest itself."""
+    embedded: dict[str, ManifestPart] = field(default_factory=dict, compare=False)
+    """The parts that are in the manifest itself: those of format 1, by the name of their shard."""
 
     @property
     def total_bytes(self) -> int:
-        return sum(file.size for file in self.files.values())
+        return sum(part.shard_bytes for part in self.parts.values())
+
+    @cached_property
+    def tensor_numbers(self) -> dict[str, int]:
+        """The number of every tensor, in the order of the manifest."""
+        return {name: number for number, name in enumerate(self.tensors)}
 
     def encode(self) -> bytes:
         """The content of the file, with its own digest as the last key."""
-        values = asdict(self)
-        del values["digest"]
+        keys = (key.name for key in fields(self) if key.name not in ("digest", "embedded"))
+        values = {key: getattr(self, key) for key in keys}
         if not self.base:
             del values["base"]
-        for tensor in values["tensors"].values():
-            tensor["pieces"] = tensor.pop("regions")
+        values["tensors"] = {name: asdict(tensor) for name, tensor in self.tensors.items()}
+        values["parts"] = {
+            name: {key: value for key, value in asdict(part).items() if key not in ("rank", "file")}
+            for name, part in self.parts.items()
+        }
         return serialize(values, canonical_digest(values))
 
     @classmethod
     def decode(cls, raw: bytes) -> Manifest:
         """Parse a file. Raises InvalidManifest unless every byte is as it was written and every field is valid."""
+        values, digest = parse(raw, "the manifest")
+        if type(values.get("format")) is not int or values["format"] not in (1, FORMAT):
+            raise InvalidManifest(
+                f"the manifest has format {values.get('format')}, this version reads formats 1 and {FORMAT}"
+            )
         try:
-            values = json.loads(raw)
-            recorded = values.pop("digest")
-            computed, expected_bytes = canonical_digest(values), serialize(values, recorded)
-        except (ValueError, RecursionError, AttributeError, KeyError, TypeError):
-            raise InvalidManifest("the manifest is not a complete JSON object with a digest") from None
-        if computed != recorded:
-            raise InvalidManifest(f"the manifest records digest {str(recorded)[:16]}, its content has {computed[:16]}")
-        if expected_bytes != raw:  # such as 1e-8 in place of 1e-08: equal values, different bytes
-            raise InvalidManifest("the bytes of the manifest are not those that were written")
-        if type(values.get("format")) is not int or values["format"] != FORMAT:
-            raise InvalidManifest(f"the manifest has format {values.get('format')}, this version reads format {FORMAT}")
-        try:
-            files = {name: FileRecord(f["size"], tuple(f["chunks"])) for name, f in values.pop("files").items()}
-            tensors = {
-                name: TensorRecord(
-                    t["dtype"],
-                    tuple(t["shape"]),
-                    tuple(
-                        TensorRegion(tuple(r["offset"]), tuple(r["shape"]), r["file"], r["start"], r["length"])
-                        for r in t["pieces"]
-                    ),
-                )
-                for name, t in values.pop("tensors").items()
+            embedded = {part.file: part for part in split_format_1(values)} if values["format"] == 1 else {}
+            records = {
+                file: RecordedPart(part.origin.rank, file, part.record.size, part.owner)
+                for file, part in embedded.items()
             }
-            manifest = cls(**values, files=files, tensors=tensors, digest=recorded)
+            if values["format"] != 1:
+                parts = enumerate(values.pop("parts").items())
+                records = {name: RecordedPart(rank, shard_file(rank), **part) for rank, (name, part) in parts}
+            tensors = {
+                name: TensorRecord(tensor.pop("dtype"), tuple(tensor.pop("shape")))
+                for name, tensor in values["tensors"].items()
+            }
+            unknown = next((key for tensor in values.pop("tensors").values() for key in tensor), None)
+            if unknown is not None:
+                raise KeyError(unknown)
+            manifest = cls(**values, tensors=tensors, parts=records, digest=digest, embedded=embedded)
         except (TypeError, KeyError, AttributeError) as error:
             raise InvalidManifest(f"the manifest has a missing or unknown field: {error}") from None
         manifest.validate()
@@ -160,84 +136,40 @@ class Manifest:
         if not all(type(n) is int and n >= 0 for n in counts) or not 1 <= self.chunk <= 1 << 30:
             raise InvalidManifest("the manifest has a number out of range")
         tables = [self.layout, self.identity, self.made_by, self.data, self.rng, self.schedule, self.scaler]
-        tables += [self.counters, self.owners, self.base]
+        tables += [self.counters, self.base]
         if (
             not all(type(table) is dict for table in tables)
             or type(self.run) is not str
             or type(self.parent) is not str
         ):
             raise InvalidManifest("the manifest has a field of the wrong type")
-        if not all(type(n) is int for n in self.rng.values()) or not all(type(o) is dict for o in self.owners.values()):
-            raise InvalidManifest("the manifest has an invalid entry in rng or owners")
+        if not all(type(n) is int for n in self.rng.values()):
+            raise InvalidManifest("the manifest has an invalid entry in rng")
         if not all(type(text) is str for text in self.base.values()):
             raise InvalidManifest("the manifest has an invalid entry in base")
-        for name, record in self.files.items():
-            if not all(type(chunk) is str for chunk in record.chunks):
-                raise InvalidManifest(f"the manifest has an invalid digest for {name}")
-            if not re.fullmatch(r"[a-z0-9][a-z0-9.-]*", name) or name == MANIFEST_FILE:
-                raise InvalidManifest(f"the manifest has {name!r} as a file name")
-            if type(record.size) is not int or record.size < 0 or len(record.chunks) != -(-record.size // self.chunk):
-                raise InvalidManifest(
-                    f"the manifest has {len(record.chunks)} digests for {record.size} bytes of {name}"
-                )
         for name, tensor in self.tensors.items():
-            validate_tensor(name, tensor, self.files)
+            tensor.validate(name)
+        if self.format == FORMAT:
+            self._validate_parts()
+        for part in self.embedded.values():
+            part.validate(self.tensors, self.chunk)
+        if self.format == 1:
+            regions = [self.index_regions(name, part) for name, part in self.embedded.items()]
+            RegionTable.merge(regions).validate(self.tensors)
 
+    def index_regions(self, name: str, part: ManifestPart) -> RegionTable:
+        """The regions of a part. A row has the rank of the part and the number of its tensor."""
+        return RegionTable.from_rows(part.rows(self.parts[name].rank, self.tensor_numbers))
 
-def validate_tensor(name: str, tensor: TensorRecord, files: dict[str, FileRecord]) -> None:
-    """Raise InvalidManifest unless the regions are in known files and cover the tensor exactly once."""
-    if type(tensor.dtype) is not str or tensor.dtype not in TENSOR_BYTES:
-        raise InvalidManifest(f"tensor {name}: unknown dtype {tensor.dtype!r}")
-    dimensions = len(tensor.shape)
-    if dimensions > MAX_DIMENSIONS or not all(type(n) is int and 0 <= n < 1 << 63 for n in tensor.shape):
-        raise InvalidManifest(f"tensor {name}: invalid shape")
-    covered = 0
-    for region in tensor.regions:
-        numbers = (*region.offset, *region.shape, region.start, region.length)
-        if (
-            len(region.offset) != dimensions
-            or len(region.shape) != dimensions
-            or not all(type(n) is int and n >= 0 for n in numbers)
-        ):
-            raise InvalidManifest(f"tensor {name}: invalid region {region.shape} at {region.offset} of {tensor.shape}")
-        if any(o + s > t for o, s, t in zip(region.offset, region.shape, tensor.shape, strict=True)):
-            raise InvalidManifest(f"tensor {name}: a region exceeds the shape {tensor.shape}")
-        if region.length != prod(region.shape) * TENSOR_BYTES[tensor.dtype]:
-            raise InvalidManifest(f"tensor {name}: a region {region.shape} of {tensor.dtype} has {region.length} bytes")
-        if (
-            type(region.file) is not str
-            or region.file not in files
-            or region.start + region.length > files[region.file].size
-        ):
-            raise InvalidManifest(f"tensor {name}: a region is outside of file {region.file}")
-        covered += prod(region.shape)
-    if covered != prod(tensor.shape) or regions_overlap(tensor.regions):
-        raise InvalidManifest(
-            f"tensor {name}: its regions have {covered} of {prod(tensor.shape)} elements, or some of them twice"
-        )
-
-
-def regions_overlap(regions: tuple[TensorRegion, ...]) -> bool:
-    """Whether two regions share an element. A sweep along the dimension with the most shards keeps this fast."""
-    if regions and not regions[0].shape:
-        return len(regions) > 1
-    dim = max(range(len(regions[0].shape)), key=lambda d: len({r.offset[d] for r in regions})) if regions else 0
-    active: list[TensorRegion] = []
-    for region in sorted((r for r in regions if prod(r.shape)), key=lambda r: r.offset[dim]):
-        active = [other for other in active if other.offset[dim] + other.shape[dim] > region.offset[dim]]
-        for other in active:
-            edges = zip(region.offset, region.shape, other.offset, other.shape, strict=True)
-            if all(o < p + q and p < o + s for o, s, p, q in edges):
-                return True
-        active.append(region)
-    return False
-
-
-def serialize(values: dict[str, Any], digest: str) -> bytes:
-    """The only serialization of a manifest."""
-    return json.dumps(values | {"digest": digest}, separators=(",", ":")).encode() + b"\n"
-
-
-def canonical_digest(values: dict[str, Any]) -> str:
-    """The SHA-256 of the canonical JSON of the values."""
-    return hashlib.sha256(json.dumps(values, sort_keys=True, separators=(",", ":")).encode()).hexdigest()
+    def _validate_parts(self) -> None:
+        """Every rank from 0 on has one part, under the one name that it may have."""
+        for rank, (name, part) in enumerate(self.parts.items()):
+            if name != part_file(rank):
+                raise InvalidManifest(f"the manifest has {name[:100]!r} as the part of rank {rank}")
+            numbers = (part.size, part.shard_bytes)
+            if not all(type(n) is int and 0 <= n < MAX_INTEGER for n in numbers) or part.size > MAX_PART_BYTES:
+                raise InvalidManifest(f"the manifest has an invalid size of {name}")
+            if type(part.digest) is not str or type(part.owner) is not str:
+                raise InvalidManifest(f"the manifest has an invalid record of {name}")
+        if (total := sum(part.size for part in self.parts.values())) > MAX_PARTS_BYTES:
+            raise InvalidManifest(f"the parts have {total:,} bytes, more than {MAX_PARTS_BYTES:,}")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -12,13 +13,16 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from meshwright import faults
 from meshwright.checkpoint.dcp_planner import LocalShardLoadPlanner, as_planner_state, find_mismatches
+from meshwright.checkpoint.format.index import CheckpointIndex, read_parts
+from meshwright.checkpoint.format.regions import RegionTable, TensorRecord, TensorRegion
 from meshwright.checkpoint.listing import CheckpointEntry, RunLineage, list_published, read_entry
-from meshwright.checkpoint.manifest import Manifest, TensorRecord
+from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.shards import ShardReader
 from meshwright.checkpoint.state import CheckpointState
-from meshwright.checkpoint.verify import DIGEST_THREADS, WHOLE_FILE, Damage, find_damage
+from meshwright.checkpoint.verify import DIGEST_THREADS, WHOLE_FILE, Damage, find_damage, find_uncovered, part_damage
 from meshwright.config import BLOCK_SIZES, BlockSizes
 from meshwright.errors import CheckpointError, IdentityError
+from meshwright.parallel.local_shard import local_shard
 from meshwright.parallel.world import World
 from meshwright.store.interface import Store
 
@@ -33,6 +37,8 @@ class RestoreResult:
     manifest: Manifest
     name: str
     seconds: float
+    owner_state: dict[str, Any] = field(default_factory=dict)
+    """The non-tensor state of the owner that `restore` was called with."""
     skipped: list[tuple[str, list[Damage]]] = field(default_factory=list)
 
 
@@ -45,12 +51,14 @@ def restore(
     *,
     fallback: bool,
     on_damaged: Callable[[str, list[Damage]], None],
+    owner: str = "",
     block_sizes: BlockSizes = BLOCK_SIZES,
 ) -> RestoreResult | None:
     """Load the newest intact checkpoint into `state`, in place; None if the run has no checkpoint.
 
     A checkpoint is verified before any tensor is overwritten. `validate` raises for the manifest of another run. A
-    damaged checkpoint is reported to `on_damaged` and skipped or, without `fallback`, ends the run.
+    damaged checkpoint is reported to `on_damaged` and skipped or, without `fallback`, ends the run. `owner` is the
+    logical owner that this rank stands for.
     """
     start = time.monotonic()
     candidates = world.broadcast_object(
@@ -62,21 +70,25 @@ def restore(
         world.heartbeat.enter("restore", step)
         entry = read_entry(store, folder, step, attempt)
         # The ranks share the verification of all files before any rank copies. Each rank then verifies what it reads.
-        local_files = sorted(entry.manifest.files)[world.rank :: world.size] if entry.manifest is not None else None
-        found = find_damage(entry, local_files, world.heartbeat.beat, block_sizes.io_bytes, DIGEST_THREADS)
+        parts = local_parts(entry, world) if entry.manifest is not None else None
+        found = find_damage(entry, parts, world.heartbeat.beat, block_sizes.io_bytes, DIGEST_THREADS)
         damage = first_damage_on_any_rank(world, found)
+        if damage is None:
+            index, owner_state, found = gather_index(entry, world, owner)
+            damage = first_damage_on_any_rank(world, found)
         if damage is None:
             assert entry.manifest is not None
             validate(entry.manifest)
             check_tensors(entry, state, world)
             faults.fail_point("start.restore", step)
             try:
-                load_tensors(entry, state, world, block_sizes.io_bytes)
+                load_tensors(entry, state, world, block_sizes.io_bytes, index)
             except CheckpointReadError as error:  # raised on every rank
                 damage = error.damage
             else:
                 faults.fail_point("start.restored", step)
-                return RestoreResult(entry.manifest, entry.name, time.monotonic() - start, skipped)
+                seconds = time.monotonic() - start
+                return RestoreResult(entry.manifest, entry.name, seconds, owner_state, skipped)
         if world.broadcast_object(entry.was_deleted, "deleted"):  # by retention, with all its files: not damaged
             deleted.append(entry.name)
             continue
@@ -137,13 +149,57 @@ def first_damage_on_any_rank(world: World, damage: list[Damage]) -> Damage | Non
     return Damage(**world.broadcast_object(damage[0].to_json() if damage else None, "damage", ranks[0]))
 
 
-def load_tensors(entry: CheckpointEntry, state: CheckpointState, world: World, io_bytes: int) -> None:
+def local_parts(entry: CheckpointEntry, world: World) -> list[str]:
+    """The parts that this rank reads for all ranks."""
+    assert entry.manifest is not None
+    return list(entry.manifest.parts)[world.rank :: world.size]
+
+
+def gather_index(
+    entry: CheckpointEntry, world: World, owner: str = ""
+) -> tuple[CheckpointIndex, dict[str, Any], list[Damage]]:
+    """The index of a checkpoint, the non-tensor state of an owner, and the damage that this rank has found.
+
+    Every rank reads its share of the parts, one collective gives all of them to every rank, and every rank then checks
+    that its share of the tensors is covered exactly once. Every rank must call it.
+    """
+    manifest = entry.manifest
+    assert manifest is not None
+    local = local_parts(entry, world)
+    owned = [name for name, part in manifest.parts.items() if owner and part.owner == owner][:1]
+    owner_state: dict[str, Any] = {}
+    tables, damage = [], []
+    for name, part in read_parts(entry.store, entry.folder, manifest, [*dict.fromkeys(local + owned)]):
+        if isinstance(part, Exception):
+            damage.append(part_damage(manifest, name, part))
+            continue
+        if name in local:
+            tables.append(manifest.index_regions(name, part))
+        if name in owned:
+            owner_state = part.state
+    encoded = torch.from_numpy(RegionTable.merge(tables).encode())
+    rows = world.all_gather_array(encoded, "regions")
+    table = RegionTable.merge([RegionTable.decode(row.numpy()) for row in rows])
+    damage += find_uncovered(manifest, table, slice(world.rank, None, world.size))
+    return CheckpointIndex(manifest, table), owner_state, damage
+
+
+def local_regions(index: CheckpointIndex, state: CheckpointState) -> dict[str, tuple[TensorRegion, ...]]:
+    """The regions that the local shards of this rank intersect."""
+    shards = {name: local_shard(tensor) for name, tensor in state.items()}
+    return {name: index.intersecting(name, shard.offset, shard.local.shape) for name, shard in shards.items()}
+
+
+def load_tensors(
+    entry: CheckpointEntry, state: CheckpointState, world: World, io_bytes: int, index: CheckpointIndex
+) -> None:
     """Copy the tensors of a checkpoint into `state`; DCP reshards them."""
+    reader = ShardReader(entry, local_regions(index, state), world.heartbeat.beat, io_bytes)
     try:
         with torch.no_grad():
             dcp.load(
                 as_planner_state(state),
-                storage_reader=ShardReader(entry, world.heartbeat.beat, io_bytes),
+                storage_reader=reader,
                 planner=LocalShardLoadPlanner(),
                 no_dist=world.size == 1,
             )

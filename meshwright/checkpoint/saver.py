@@ -6,7 +6,6 @@ checkpoint comes into existence at one call: `publish_if_absent` of the manifest
 
 from __future__ import annotations
 
-import json
 import time
 import warnings
 from collections.abc import Callable
@@ -22,13 +21,16 @@ from torch.distributed.checkpoint.api import CheckpointException
 
 from meshwright import faults
 from meshwright.checkpoint.dcp_planner import LocalShardSavePlanner, as_planner_state
+from meshwright.checkpoint.format.canonical import recorded_digest
+from meshwright.checkpoint.format.manifest_parts import RecordedPart, ShardOrigin
+from meshwright.checkpoint.format.regions import TensorRecord
 from meshwright.checkpoint.listing import RunLineage, checkpoint_folder, read_fence
-from meshwright.checkpoint.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, FileRecord, Manifest, TensorRecord
+from meshwright.checkpoint.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, Manifest
 from meshwright.checkpoint.retention import RetentionPolicy
 from meshwright.checkpoint.shards import ShardWriter
 from meshwright.checkpoint.stager import HostStager, is_finite
 from meshwright.checkpoint.state import CheckpointState
-from meshwright.checkpoint.verify import DIGEST_THREADS, shard_header, verify_file
+from meshwright.checkpoint.verify import DIGEST_THREADS, verify_content, verify_file
 from meshwright.config import BLOCK_SIZES, BlockSizes, CheckpointConfig
 from meshwright.errors import BusyError, CheckpointError, MeshwrightError, NumericsError, PeerError, is_peer_loss
 from meshwright.parallel.data_parallel.rank_agreement import ModelUse, use_error
@@ -240,11 +242,9 @@ class CheckpointSaver:
             self.writer = ShardWriter(
                 self.store,
                 result.folder,
-                self.world.rank,
-                metadata.step,
-                shard_header(run, timeline, metadata.step, self.attempt, self.world.rank),
+                ShardOrigin(run, timeline, metadata.step, self.attempt, self.world.rank),
                 (metadata.owner, metadata.owner_state),
-                lambda files, tensors, owners: self._publish(metadata, result, files, tensors, owners),
+                lambda parts, tensors: self._publish(metadata, result, parts, tensors),
                 self.block_sizes,
                 self._wait_for_ranks,
             )
@@ -272,15 +272,16 @@ class CheckpointSaver:
         self.waits_for_ranks = True
 
     def _verify_written(self, folder: str, writer: ShardWriter) -> None:
-        """Every rank reads its own shard back. Only after that may retention delete older checkpoints."""
+        """Every rank reads its own shard and part back. Only after that may retention delete older checkpoints."""
         path = f"{folder}/{writer.file}"
         chunk, io_bytes = self.block_sizes.digest_bytes, self.block_sizes.io_bytes
         options = (self._count_progress, io_bytes, DIGEST_THREADS)
         damage = next(verify_file(self.store, path, writer.record, chunk, *options), None)
+        damage = damage or verify_content(self.store, f"{folder}/{writer.part}", writer.part_content)
         damaged = [rank for rank, (flag,) in enumerate(self._all_gather(damage is not None)) if flag]
         if damaged:
             raise CheckpointError(
-                f"rank {damaged[0]}: {folder} differs from what was written when read back: {damage or 'its shard'}"
+                f"rank {damaged[0]}: {folder} differs from what was written when read back: {damage or 'its files'}"
             )
 
     def _all_gather(self, *numbers: int) -> list[list[int]]:
@@ -327,11 +328,10 @@ class CheckpointSaver:
         self,
         metadata: CheckpointMetadata,
         result: SaveResult,
-        files: dict[str, FileRecord],
+        parts: dict[str, RecordedPart],
         tensors: dict[str, TensorRecord],
-        owners: dict[str, dict[str, Any]],
     ) -> None:
-        """Publish the manifest, on the coordinator, once every shard is durable."""
+        """Publish the manifest, on the coordinator, once every shard and every part is durable."""
         self.waits_for_ranks = False
         faults.fail_point("save.before_manifest", metadata.step)
         if (newest := read_fence(self.store).attempt) > self.attempt:
@@ -345,9 +345,8 @@ class CheckpointSaver:
             attempt=self.attempt,
             ordinal=self.ordinal,
             parent=self.parent,
-            owners=owners,
-            files=files,
             tensors=tensors,
+            parts=parts,
             chunk=self.block_sizes.digest_bytes,
             **self.attempt_fields,
             **metadata.shared_fields,
@@ -363,7 +362,7 @@ class CheckpointSaver:
         if not self.store.publish_if_absent(f"{result.folder}/{MANIFEST_FILE}", raw, before_publish):
             raise CheckpointError(f"{result.folder} exists already and is not overwritten")
         faults.fail_point("save.after_publish", metadata.step)
-        self.parent = json.loads(raw[raw.rindex(b":") + 1 : -2])  # the digest is the last key
+        self.parent = recorded_digest(raw)
         result.bytes = manifest.total_bytes
 
 

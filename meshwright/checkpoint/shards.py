@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
@@ -24,10 +24,22 @@ from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
 from meshwright import faults
+from meshwright.checkpoint.format.canonical import recorded_digest
+from meshwright.checkpoint.format.index import require_parts
+from meshwright.checkpoint.format.manifest_parts import (
+    MAX_PART_BYTES,
+    FileRecord,
+    ManifestPart,
+    RecordedPart,
+    ShardOrigin,
+    part_file,
+    shard_file,
+)
+from meshwright.checkpoint.format.regions import TensorRecord, TensorRegion, as_columns, checksum, validate_coverage
 from meshwright.checkpoint.listing import CheckpointEntry
-from meshwright.checkpoint.manifest import MANIFEST_FILE, FileRecord, TensorRecord, TensorRegion
+from meshwright.checkpoint.manifest import MANIFEST_FILE
 from meshwright.checkpoint.state import tensor_bytes
-from meshwright.checkpoint.verify import DIGEST_THREADS, DigestingSink
+from meshwright.checkpoint.verify import DIGEST_THREADS, DigestingSink, shard_header
 from meshwright.config import BLOCK_SIZES, BlockSizes
 from meshwright.errors import CheckpointError
 from meshwright.store.interface import Store
@@ -36,18 +48,20 @@ TENSOR_ALIGNMENT = 64
 """The alignment in bytes of every region in a shard."""
 ChunkKey = tuple[str, int]
 """The file of a chunk, and its index in that file."""
-PublishManifest = Callable[[dict[str, FileRecord], dict[str, TensorRecord], dict[str, dict[str, Any]]], None]
-"""(files, tensors, owners) -> the manifest is published."""
+PublishManifest = Callable[[dict[str, RecordedPart], dict[str, TensorRecord]], None]
+"""(parts, tensors) -> the manifest is published."""
 
 
 @dataclass(frozen=True)
-class WrittenShard:
-    """What a rank reports to the coordinator: the record of its file, and the non-tensor state that it owns."""
+class WrittenPart:
+    """What a rank reports to the coordinator: the record of its part, and a summary of the regions that it wrote."""
 
-    file: str
-    record: FileRecord
-    owner: str
-    owner_state: dict[str, Any]
+    name: str
+    record: RecordedPart
+    regions: int
+    """The number of regions."""
+    checksum: int
+    """The checksum of their tensors, offsets and shapes."""
 
 
 class ShardWriter(StorageWriter):
@@ -57,20 +71,21 @@ class ShardWriter(StorageWriter):
         self,
         store: Store,
         folder: str,
-        rank: int,
-        step: int,
-        header: bytes,
+        origin: ShardOrigin,
         owner: tuple[str, dict[str, Any]],
         publish: PublishManifest,
         block_sizes: BlockSizes = BLOCK_SIZES,
         on_written: Callable[[], None] = lambda: None,
     ) -> None:
-        """`publish` runs on the coordinator; `on_written` runs once the file of this rank is durable."""
-        self.store, self.folder, self.step, self.header = store, folder, step, header
-        self.file = f"rank-{rank:05d}.shard"
-        self.owner, self.publish, self.on_written, self.block_sizes = owner, publish, on_written, block_sizes
+        """`owner` is the logical owner that this rank stands for, and its non-tensor state. `publish` runs on the
+        coordinator; `on_written` runs once the files of this rank are durable.
+        """
+        self.store, self.folder, self.origin, self.owner = store, folder, origin, owner
+        self.file, self.part = shard_file(origin.rank), part_file(origin.rank)
+        self.publish, self.on_written, self.block_sizes = publish, on_written, block_sizes
         self.written_bytes = 0
         self.record = FileRecord(0, ())
+        self.part_content = b""
 
     def reset(self, checkpoint_id: Any = None) -> None:
         pass
@@ -85,40 +100,65 @@ class ShardWriter(StorageWriter):
         return plans
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        faults.fail_point("save.begin", self.step)
-        path = f"{self.folder}/{self.file}"
+        step = self.origin.step
+        faults.fail_point("save.begin", step)
         if self.store.size(f"{self.folder}/{MANIFEST_FILE}") is not None:
             raise CheckpointError(
                 f"{self.folder} is published, although its save failed, and is not overwritten",
                 "try the same command again: it resumes from the newest intact checkpoint",
             )
-        if self.store.size(path) is not None:
-            self.store.remove(path)  # an earlier save of this step has failed
-        sink = DigestingSink(self.store.create(path), self.block_sizes)
-        results = []
+        for name in (self.part, self.file):
+            if self.store.size(f"{self.folder}/{name}") is not None:
+                self.store.remove(f"{self.folder}/{name}")  # an earlier save of this step has failed
+        sink = DigestingSink(self.store.create(f"{self.folder}/{self.file}"), self.block_sizes)
+        regions: dict[str, list[TensorRegion]] = {}
         try:
-            sink.write(self.header)
+            sink.write(shard_header(self.origin))
             for item in plan.items:
-                faults.fail_point("save.write", self.step)
+                faults.fail_point("save.write", step)
                 data = planner.resolve_data(item)
                 if not isinstance(data, torch.Tensor):
                     raise TypeError(f"{item.index.fqn} is not a tensor: it belongs in the manifest")
                 sink.write(bytes(-sink.size % TENSOR_ALIGNMENT))
                 content = tensor_bytes(data.cpu())
-                results.append(WriteResult(item.index, len(content), self._region(item, sink.size, len(content))))
+                regions.setdefault(item.index.fqn, []).append(self._region(item, sink.size, len(content)))
                 sink.write(content)
                 self.written_bytes += len(content)
             sink.close()
         finally:
             sink.abort()
-        faults.fail_point("save.after_shard", self.step)
+        faults.fail_point("save.after_shard", step)
         self.record = FileRecord(sink.size, tuple(sink.chunks))
+        written = self._write_part(plan, regions)
+        faults.fail_point("save.after_part", step)
         self.on_written()
-        shard = WrittenShard(self.file, self.record, *self.owner)
-        results.append(WriteResult(MetadataIndex(self.file), sink.size, shard))
         future: Future[list[WriteResult]] = Future()
-        future.set_result(results)
+        future.set_result([WriteResult(MetadataIndex(self.part), written.record.size, written)])
         return future
+
+    def _write_part(self, plan: SavePlan, regions: dict[str, list[TensorRegion]]) -> WrittenPart:
+        """Write the part of this rank, durably."""
+        stored = {name: tuple(of_tensor) for name, of_tensor in regions.items()}
+        part = ManifestPart(self.origin, self.file, self.record, *self.owner, stored)
+        part.validate(planned_tensors(plan), self.block_sizes.digest_bytes)
+        self.part_content = part.encode()
+        if len(self.part_content) > MAX_PART_BYTES:
+            raise CheckpointError(
+                f"{self.part} of {self.folder} has {len(self.part_content):,} bytes, more than {MAX_PART_BYTES:,}"
+            )
+        sink = self.store.create(f"{self.folder}/{self.part}")
+        try:
+            sink.write(self.part_content)
+            sink.close()
+        finally:
+            sink.abort()
+        size, digest = len(self.part_content), recorded_digest(self.part_content)
+        record = RecordedPart(self.origin.rank, self.file, self.record.size, self.owner[0], size, digest)
+        boxes = [
+            (name, [region.offset for region in of_tensor], [region.shape for region in of_tensor])
+            for name, of_tensor in stored.items()
+        ]
+        return WrittenPart(self.part, record, sum(map(len, stored.values())), checksum(boxes))
 
     def _region(self, item: WriteItem, start: int, length: int) -> TensorRegion:
         assert item.tensor_data is not None
@@ -126,22 +166,25 @@ class ShardWriter(StorageWriter):
         return TensorRegion(tuple(chunk.offsets), tuple(chunk.sizes), self.file, start, length)
 
     def finish(self, metadata: Metadata, results: list[list[WriteResult]]) -> None:
-        """On the coordinator: combine the reports of all ranks and publish the manifest."""
-        files: dict[str, FileRecord] = {}
-        owners: dict[str, dict[str, Any]] = {}
-        regions: dict[str, list[TensorRegion]] = {name: [] for name in metadata.state_dict_metadata}
-        for result in (result for rank_results in results for result in rank_results):
-            if isinstance(result.storage_data, WrittenShard):
-                files[result.storage_data.file] = result.storage_data.record
-                owners[result.storage_data.owner] = result.storage_data.owner_state
-            else:
-                regions[result.index.fqn].append(result.storage_data)
-        tensors = {}
+        """On the coordinator: check that all ranks together wrote every tensor exactly once, and publish the manifest.
+
+        The regions are those of DCP's plan, which the coordinator has made; the checksums of the ranks show that they
+        wrote these regions and no others.
+        """
+        written = sorted((of_rank[0].storage_data for of_rank in results), key=lambda part: part.record.rank)
+        tensors, boxes, regions = {}, [], 0
         for name, tensor in metadata.state_dict_metadata.items():
             assert isinstance(tensor, TensorStorageMetadata)
-            dtype = str(tensor.properties.dtype).removeprefix("torch.")
-            tensors[name] = TensorRecord(dtype, tuple(tensor.size), tuple(regions[name]))
-        self.publish(files, tensors, owners)
+            tensors[name] = TensorRecord(str(tensor.properties.dtype).removeprefix("torch."), tuple(tensor.size))
+            offsets, sizes = [chunk.offsets for chunk in tensor.chunks], [chunk.sizes for chunk in tensor.chunks]
+            dimensions = len(tensor.size)
+            validate_coverage(name, tensors[name].shape, as_columns(offsets, dimensions), as_columns(sizes, dimensions))
+            boxes.append((name, offsets, sizes))
+            regions += len(offsets)
+        found = sum(part.regions for part in written), sum(part.checksum for part in written) % (1 << 64)
+        if found != (regions, checksum(boxes)):
+            raise CheckpointError(f"{self.folder}: the ranks wrote {found[0]} regions, and not the {regions} planned")
+        self.publish({part.name: part.record for part in written}, tensors)
 
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:  # noqa: ARG003
@@ -154,12 +197,19 @@ class ShardReader(StorageReader):
     """
 
     def __init__(
-        self, entry: CheckpointEntry, progress: Callable[[], None], io_bytes: int = BLOCK_SIZES.io_bytes
+        self,
+        entry: CheckpointEntry,
+        regions: Mapping[str, Sequence[TensorRegion]],
+        progress: Callable[[], None],
+        io_bytes: int = BLOCK_SIZES.io_bytes,
     ) -> None:
+        """`regions` are those that the local shards of this rank intersect, by the name of their tensor."""
         self.entry, self.progress, self.io_bytes = entry, progress, io_bytes
         assert entry.manifest is not None
         self.manifest, self.tensors = entry.manifest, entry.manifest.tensors
-        self.regions = {(n, region.offset): region for n, record in self.tensors.items() for region in record.regions}
+        self.regions = {(name, region.offset): region for name, found in regions.items() for region in found}
+        self.files: dict[str, FileRecord] = {}
+        """The records of the shards that this rank reads."""
         self.chunks: Iterator[tuple[ChunkKey, torch.Tensor]] = iter(())
         """The chunks to come, in file order."""
         self.chunk: tuple[ChunkKey, torch.Tensor] = ("", -1), torch.empty(0, dtype=torch.uint8)
@@ -169,10 +219,13 @@ class ShardReader(StorageReader):
         pass
 
     def read_metadata(self, *args: Any, **kwargs: Any) -> Metadata:  # noqa: ARG002
-        """DCP's metadata, rebuilt from the manifest."""
+        """DCP's metadata, rebuilt from the manifest, with the regions that this rank reads."""
         tensors: dict[str, Any] = {}
+        regions: dict[str, list[ChunkStorageMetadata]] = {name: [] for name in self.tensors}
+        for (name, _), region in self.regions.items():
+            regions[name].append(ChunkStorageMetadata(torch.Size(region.offset), torch.Size(region.shape)))
         for name, record in self.tensors.items():
-            chunks = [ChunkStorageMetadata(torch.Size(r.offset), torch.Size(r.shape)) for r in record.regions]
+            chunks = regions[name]
             properties = TensorProperties(dtype=getattr(torch, record.dtype))
             tensors[name] = TensorStorageMetadata(properties, torch.Size(record.shape), chunks)
         return Metadata(tensors)
@@ -191,6 +244,7 @@ class ShardReader(StorageReader):
         items = sorted(((self._region(item), item) for item in plan.items), key=lambda pair: file_position(pair[0]))
         targets = [planner.resolve_tensor(item).detach() for _, item in items]
         keys = dict.fromkeys(key for region, _ in items for key in self._chunk_keys(region))
+        self._read_records({file for file, _ in keys})
         pinned = any(target.is_cuda for target in targets)
         with ThreadPoolExecutor(DIGEST_THREADS, thread_name_prefix="reader") as threads:
             self.chunks = self._read_ahead(list(keys), threads, pinned)
@@ -201,6 +255,12 @@ class ShardReader(StorageReader):
         future: Future[None] = Future()
         future.set_result(None)
         return future
+
+    def _read_records(self, files: set[str]) -> None:
+        """Read the digests of the shards that this rank reads from their parts."""
+        names = [name for name, part in self.manifest.parts.items() if part.file in files]
+        parts = require_parts(self.entry.store, self.entry.folder, self.manifest, names)
+        self.files = {part.file: part.record for _, part in parts}
 
     def _load(self, region: TensorRegion, item: ReadItem, target: torch.Tensor) -> None:
         """Copy a region, or the part of it that another layout needs, into a tensor of this rank."""
@@ -237,7 +297,7 @@ class ShardReader(StorageReader):
         self, keys: list[ChunkKey], threads: ThreadPoolExecutor, pinned: bool
     ) -> Iterator[tuple[ChunkKey, torch.Tensor]]:
         """The verified chunks in order. A chunk is valid until the next one: its buffer is then reused."""
-        size = min(self.manifest.chunk, max((file.size for file in self.manifest.files.values()), default=0))
+        size = min(self.manifest.chunk, max((record.size for record in self.files.values()), default=0))
         buffers = [torch.empty(size, dtype=torch.uint8, pin_memory=pinned) for _ in range(DIGEST_THREADS + 1)]
         reading: deque[Any] = deque()
         for number in range(len(keys) + DIGEST_THREADS):
@@ -249,7 +309,7 @@ class ShardReader(StorageReader):
     def _read_chunk(self, file: str, index: int, buffer: torch.Tensor) -> torch.Tensor:
         """Read a chunk into a buffer and verify it there: the bytes that are copied are the verified ones."""
         size, state, filled = self.manifest.chunk, xxhash.xxh3_128(), 0
-        path, expected = f"{self.entry.folder}/{file}", self.manifest.files[file].chunks[index]
+        path, expected = f"{self.entry.folder}/{file}", self.files[file].chunks[index]
         while filled < size:  # in blocks that remain in the CPU cache between the read and the hash
             content = self.entry.store.read(path, index * size + filled, min(self.io_bytes, size - filled))
             block = buffer[filled : filled + len(content)].numpy()
@@ -267,6 +327,16 @@ class ShardReader(StorageReader):
     @classmethod
     def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:  # noqa: ARG003
         return False
+
+
+def planned_tensors(plan: SavePlan) -> dict[str, TensorRecord]:
+    """The tensors of which a rank writes regions."""
+    tensors = {}
+    for item in plan.items:
+        assert item.tensor_data is not None
+        dtype = str(item.tensor_data.properties.dtype).removeprefix("torch.")
+        tensors[item.index.fqn] = TensorRecord(dtype, tuple(item.tensor_data.size))
+    return tensors
 
 
 def file_position(region: TensorRegion) -> tuple[str, int]:

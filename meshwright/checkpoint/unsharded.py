@@ -11,8 +11,8 @@ import numpy as np
 import xxhash
 from numpy.typing import NDArray
 
+from meshwright.checkpoint.format.regions import TensorRecord
 from meshwright.checkpoint.listing import CheckpointEntry
-from meshwright.checkpoint.manifest import TensorRecord
 from meshwright.config.dtypes import TENSOR_BYTES
 
 NUMPY_DTYPES = {"float64": "<f8", "float32": "<f4", "float16": "<f2", "int64": "<i8", "int32": "<i4", "int16": "<i2"}
@@ -25,7 +25,7 @@ def read_full_tensor(entry: CheckpointEntry, name: str) -> NDArray[Any]:
     record = entry.manifest.tensors[name]
     element = np.dtype(f"<u{TENSOR_BYTES[record.dtype]}")
     tensor = np.empty(record.shape, element)
-    for region in record.regions:
+    for region in entry.index.regions(name):
         content = entry.store.read(f"{entry.folder}/{region.file}", region.start, region.length)
         where = tuple(slice(o, o + s) for o, s in zip(region.offset, region.shape, strict=True))
         tensor[where] = np.frombuffer(content, element).reshape(region.shape)

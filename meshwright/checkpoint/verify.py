@@ -11,8 +11,12 @@ from typing import Any
 
 import xxhash
 
+from meshwright.checkpoint.format.canonical import InvalidManifest
+from meshwright.checkpoint.format.index import read_parts
+from meshwright.checkpoint.format.manifest_parts import FileRecord, InvalidPart, ManifestPart, ShardOrigin
+from meshwright.checkpoint.format.regions import RegionTable
 from meshwright.checkpoint.listing import CheckpointEntry
-from meshwright.checkpoint.manifest import MANIFEST_FILE, FileRecord, Manifest
+from meshwright.checkpoint.manifest import MANIFEST_FILE, Manifest
 from meshwright.config import BLOCK_SIZES, BlockSizes
 from meshwright.store.interface import Buffer, Sink, Store
 
@@ -90,9 +94,8 @@ def digest_parts(parts: list[memoryview]) -> str:
     return str(state.hexdigest())
 
 
-def shard_header(run: str, timeline: int, step: int, attempt: int, rank: int) -> bytes:
-    fields = {"run": run, "timeline": timeline, "step": step, "attempt": attempt, "rank": rank}
-    return (SHARD_MAGIC + json.dumps(fields).encode() + b"\n").ljust(SHARD_HEADER_BYTES, b"\0")
+def shard_header(origin: ShardOrigin) -> bytes:
+    return (SHARD_MAGIC + json.dumps(asdict(origin)).encode() + b"\n").ljust(SHARD_HEADER_BYTES, b"\0")
 
 
 def describe_shard(store: Store, path: str) -> str:
@@ -106,31 +109,62 @@ def describe_shard(store: Store, path: str) -> str:
 
 def find_damage(
     entry: CheckpointEntry,
-    files: list[str] | None = None,
+    parts: list[str] | None = None,
     progress: Callable[[], None] = lambda: None,
     io_bytes: int = BLOCK_SIZES.io_bytes,
     threads: int = 1,
 ) -> list[Damage]:
-    """Every damage of a published checkpoint, or of some of its files; an intact checkpoint has none."""
-    if entry.manifest is None:
+    """Every damage of a published checkpoint, or of some of its parts and their shards; an intact checkpoint has none.
+    Whether the parts cover every tensor exactly once is checked only if all of them are read.
+    """
+    manifest = entry.manifest
+    if manifest is None:
         return [Damage(MANIFEST_FILE, WHOLE_FILE, "a valid manifest", entry.problem)]
-    names = list(entry.manifest.files) if files is None else files
-    damage = [found for name in names for found in find_file_damage(entry, name, progress, io_bytes, threads)]
-    known = {*entry.manifest.files, MANIFEST_FILE}
+    damage, tables = [], []
+    names = list(manifest.parts) if parts is None else parts
+    for name, part in read_parts(entry.store, entry.folder, manifest, names):
+        if isinstance(part, Exception):
+            damage.append(part_damage(manifest, name, part))
+            continue
+        damage += find_shard_damage(entry, part, progress, io_bytes, threads)
+        if parts is None:
+            tables.append(manifest.index_regions(name, part))
+    known = {MANIFEST_FILE, *manifest.parts, *(part.file for part in manifest.parts.values())}
     for name in entry.store.list_names(entry.folder):
         if name not in known and not name.startswith("."):
             damage.append(Damage(name, WHOLE_FILE, "no such file", "a file that the manifest does not list"))
+    if parts is None and not damage:
+        damage += find_uncovered(manifest, RegionTable.merge(tables))
     return damage
 
 
-def find_file_damage(
-    entry: CheckpointEntry, name: str, progress: Callable[[], None], io_bytes: int, threads: int
+def part_damage(manifest: Manifest, name: str, problem: Exception) -> Damage:
+    """The damage of a part that cannot be read."""
+    if isinstance(problem, InvalidPart):
+        return Damage(name, WHOLE_FILE, problem.expected, problem.found)
+    missing = isinstance(problem, FileNotFoundError)
+    found = "no file" if missing else f"a read error ({getattr(problem, 'strerror', None) or problem})"
+    return Damage(name, WHOLE_FILE, f"{manifest.parts[name].size:,} bytes", found)
+
+
+def find_uncovered(manifest: Manifest, table: RegionTable, share: slice = slice(None)) -> list[Damage]:
+    """The damage of parts that are intact but do not cover the tensors, or a share of them, exactly once."""
+    try:
+        table.validate(manifest.tensors, share)
+    except InvalidManifest as problem:
+        return [Damage(MANIFEST_FILE, WHOLE_FILE, "parts that cover every tensor exactly once", str(problem))]
+    return []
+
+
+def find_shard_damage(
+    entry: CheckpointEntry, part: ManifestPart, progress: Callable[[], None], io_bytes: int, threads: int
 ) -> Iterator[Damage]:
-    manifest = entry.manifest
-    assert manifest is not None
-    path = f"{entry.folder}/{name}"
-    for damage in verify_file(entry.store, path, manifest.files[name], manifest.chunk, progress, io_bytes, threads):
-        yield replace(damage, found=damage.found + misplaced_shard_note(entry, manifest, path))
+    assert entry.manifest is not None
+    path, chunk = f"{entry.folder}/{part.file}", entry.manifest.chunk
+    for damage in verify_file(entry.store, path, part.record, chunk, progress, io_bytes, threads):
+        found = describe_shard(entry.store, path)
+        note = f" (it is the shard of {found})" if found and found != str(part.origin) else ""
+        yield replace(damage, found=damage.found + note)
 
 
 def verify_file(
@@ -171,6 +205,19 @@ def verify_file(
             pool.shutdown(cancel_futures=True)
 
 
+def verify_content(store: Store, path: str, content: bytes) -> Damage | None:
+    """Compare a small file with the content that was written."""
+    try:
+        found = store.read(path, 0, len(content) + 1)
+    except OSError as error:
+        return Damage(
+            path.rpartition("/")[2], WHOLE_FILE, "the content that was written", f"a read error ({error.strerror})"
+        )
+    if found == content:
+        return None
+    return Damage(path.rpartition("/")[2], WHOLE_FILE, "the content that was written", "other content")
+
+
 def digest_range(store: Store, path: str, start: int, length: int, io_bytes: int) -> str:
     """The digest of a byte range of a file, up to the end of the file."""
     state = xxhash.xxh3_128()
@@ -180,11 +227,3 @@ def digest_range(store: Store, path: str, start: int, length: int, io_bytes: int
         if len(content) < io_bytes:
             break
     return str(state.hexdigest())
-
-
-def misplaced_shard_note(entry: CheckpointEntry, manifest: Manifest, path: str) -> str:
-    """A note if the file is a shard of another step, attempt, rank or run, else ''."""
-    found = describe_shard(entry.store, path)
-    rank = path.rpartition("rank-")[2].removesuffix(".shard").lstrip("0") or "0"
-    expected = f"step {manifest.step}, attempt {manifest.attempt}, rank {rank} of run {manifest.run}"
-    return f" (it is the shard of {found})" if found and found != expected else ""

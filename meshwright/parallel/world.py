@@ -60,6 +60,14 @@ class World:
         rows[self.rank] = torch.tensor(numbers, dtype=torch.int64)
         return self.all_reduce(rows, name).wait().tolist()
 
+    def all_gather_array(self, array: torch.Tensor, name: str) -> list[torch.Tensor]:
+        """The host array of every rank, by rank. The arrays have one dimension and may have different lengths."""
+        lengths = [length for (length,) in self.all_gather_ints(len(array), name=name)]
+        start = sum(lengths[: self.rank])
+        joined = torch.zeros(sum(lengths), dtype=array.dtype)
+        joined[start : start + len(array)] = array
+        return list(self.all_reduce(joined, name).wait().split(lengths))
+
     def broadcast_object(self, value: Any, name: str, src: int = 0) -> Any:
         """Sends a JSON value from rank `src` to all ranks."""
         text = json.dumps(value).encode() if self.rank == src else b""

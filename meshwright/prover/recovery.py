@@ -31,7 +31,16 @@ from meshwright.telemetry.phases import STEP_PHASES
 from meshwright.topology.layout import Layout
 
 STEP_POINTS = tuple(f"step.{phase}" for phase in (*STEP_PHASES, "updated", "collective"))
-SAVE_POINTS = ("stage", "begin", "write", "after_shard", "before_manifest", "before_publish", "after_publish")
+SAVE_POINTS = (
+    "stage",
+    "begin",
+    "write",
+    "after_shard",
+    "after_part",
+    "before_manifest",
+    "before_publish",
+    "after_publish",
+)
 KILL_POINTS = (
     "start.begin",
     *STEP_POINTS,

@@ -227,6 +227,7 @@ class Training:
             self.resume.validate,
             fallback=self.job.fallback,
             on_damaged=report_damage,
+            owner=self.resume.owner,
             block_sizes=self.job.block_sizes,
         )
         self.optimizer.after_restore(restored is not None)
@@ -237,7 +238,7 @@ class Training:
         manifest = restored.manifest
         self.parallel_model.round_masters()
         self.parallel_model.after_update()
-        self.resume.apply(manifest, self.recorder, self.precision)
+        self.resume.apply(manifest, restored.owner_state, self.recorder, self.precision)
         self.saver.continue_from(manifest)
         self.log.write(
             "restored",

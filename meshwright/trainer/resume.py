@@ -95,13 +95,15 @@ class ResumeState:
         }
         return CheckpointMetadata(done, common, self.owner, {"noise": recorder.noise.to_json()}, use)
 
-    def apply(self, manifest: Manifest, recorder: StepRecorder, precision: Precision) -> None:
+    def apply(
+        self, manifest: Manifest, owner_state: dict[str, Any], recorder: StepRecorder, precision: Precision
+    ) -> None:
         """Restores the small state. State of a data coordinate is restored only if their number has not changed."""
         recorder.restore(manifest.counters)
         if precision.scaler is not None:
             precision.scaler.restore(manifest.scaler)
         if len(manifest.rng) == self.layout.data_degree:
-            recorder.noise.restore(manifest.owners[self.owner]["noise"])
+            recorder.noise.restore(owner_state["noise"])
 
     def validate(self, manifest: Manifest) -> None:
         """Raises an error, with both values, for a checkpoint of another run. A fork takes the tensors of an earlier

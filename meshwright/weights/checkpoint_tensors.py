@@ -9,8 +9,8 @@ from typing import Any, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.checkpoint.format.regions import TensorRegion
 from meshwright.checkpoint.listing import CheckpointEntry
-from meshwright.checkpoint.manifest import TensorRegion
 from meshwright.config.dtypes import TENSOR_BYTES
 
 Bits = NDArray[Any]
@@ -40,11 +40,13 @@ class CheckpointTensors:
     def __init__(self, entry: CheckpointEntry, prefix: str = "") -> None:
         assert entry.manifest is not None
         self.entry = entry
-        self.records = {
-            name.partition("/")[2].removeprefix(prefix): record
-            for name, record in entry.manifest.tensors.items()
+        self.stored = {
+            name.partition("/")[2].removeprefix(prefix): name
+            for name in entry.manifest.tensors
             if name.startswith((f"model/{prefix}", f"buffer/{prefix}"))
         }
+        """The name of every tensor in the checkpoint."""
+        self.records = {name: entry.manifest.tensors[stored] for name, stored in self.stored.items()}
 
     @property
     def names(self) -> list[str]:
@@ -60,17 +62,16 @@ class CheckpointTensors:
         record = self.records[name]
         element = np.dtype(f"<u{TENSOR_BYTES[record.dtype]}")
         wanted = None
-        for region in record.regions:
+        for region in self.entry.index.intersecting(self.stored[name], offset, shape):
             starts = [max(a, b) for a, b in zip(offset, region.offset, strict=True)]
             ends = [min(a + n, b + m) for a, n, b, m in zip(offset, shape, region.offset, region.shape, strict=True)]
-            if all(start < end for start, end in zip(starts, ends, strict=True)):
-                where = tuple(slice(s - o, e - o) for s, e, o in zip(starts, ends, offset, strict=True))
-                inside = [(s - o, e - o) for s, e, o in zip(starts, ends, region.offset, strict=True)]
-                part = self._read_region(region, inside, element)
-                if part.shape == tuple(shape):
-                    return part
-                wanted = np.empty(shape, element) if wanted is None else wanted
-                wanted[where] = part
+            where = tuple(slice(s - o, e - o) for s, e, o in zip(starts, ends, offset, strict=True))
+            inside = [(s - o, e - o) for s, e, o in zip(starts, ends, region.offset, strict=True)]
+            part = self._read_region(region, inside, element)
+            if part.shape == tuple(shape):
+                return part
+            wanted = np.empty(shape, element) if wanted is None else wanted
+            wanted[where] = part
         return np.empty(shape, element) if wanted is None else wanted
 
     def _read_region(self, region: TensorRegion, inside: list[tuple[int, int]], element: np.dtype[Any]) -> Bits:

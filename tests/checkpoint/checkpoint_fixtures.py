@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import json
 from functools import partial
+from pathlib import Path
 
 import torch
 from thread_scheduler import ThreadScheduler
 from torch.distributed.checkpoint import DefaultSavePlanner
 
+from meshwright.checkpoint.format.canonical import canonical_digest, serialize
+from meshwright.checkpoint.format.manifest_parts import ShardOrigin
 from meshwright.checkpoint.listing import CheckpointEntry, RunLineage, checkpoint_folder, list_published
+from meshwright.checkpoint.manifest import MANIFEST_FILE
 from meshwright.checkpoint.saver import CheckpointMetadata, CheckpointSaver, SaveResult
 from meshwright.checkpoint.shards import ShardWriter
 from meshwright.checkpoint.state import CheckpointState, parameters_digest
 from meshwright.checkpoint.unsharded import state_digest
-from meshwright.checkpoint.verify import find_damage, shard_header
+from meshwright.checkpoint.verify import find_damage
 from meshwright.config import BLOCK_SIZES, BlockSizes, CheckpointConfig
 from meshwright.parallel.world import World
 from meshwright.store.posix import PosixStore
@@ -87,9 +92,7 @@ def save_on_two_ranks(
         ShardWriter(
             PosixStore(store.root, store.calls),  # each process has its own store
             saved.folder,
-            rank,
-            step,
-            shard_header(saver.lineage.run, saver.lineage.timeline, step, attempt, rank),
+            ShardOrigin(saver.lineage.run, saver.lineage.timeline, step, attempt, rank),
             (str(rank), metadata.owner_state),
             lambda *records: saver._publish(metadata, saved, *records),
             block_sizes,
@@ -103,6 +106,24 @@ def save_on_two_ranks(
     writers[0].finish(dcp_metadata, results)
     saved.deleted = saver.retention.apply()
     return saved
+
+
+def as_format_1(folder: Path) -> None:
+    """Rewrite a checkpoint folder as version 1 of the format had it: the manifest contains what the parts have."""
+    values = json.loads((folder / MANIFEST_FILE).read_bytes())
+    del values["digest"]
+    files, owners = {}, {}
+    for tensor in values["tensors"].values():
+        tensor["pieces"] = []
+    for name in values.pop("parts"):
+        part = json.loads((folder / name).read_bytes())
+        files[part["file"]] = {"size": part["size"], "chunks": part["chunks"]}
+        owners[part["owner"]] = part["state"]
+        for tensor, regions in part["tensors"].items():
+            values["tensors"][tensor]["pieces"] += [region | {"file": part["file"]} for region in regions]
+        (folder / name).unlink()
+    values |= {"format": 1, "owners": owners, "files": files}
+    (folder / MANIFEST_FILE).write_bytes(serialize(values, canonical_digest(values)))
 
 
 def intact_steps(store: PosixStore, context: object = "") -> set[int]:

@@ -116,7 +116,9 @@ def test_kill_during_staging_makes_no_disk_call(disk, monkeypatch):
     assert trial.calls == []
 
 
-@pytest.mark.parametrize("point", ["save.begin", "save.write", "save.after_shard", "save.before_manifest"])
+@pytest.mark.parametrize(
+    "point", ["save.begin", "save.write", "save.after_shard", "save.after_part", "save.before_manifest"]
+)
 def test_fault_before_publication_leaves_the_old_checkpoint(disk, monkeypatch, point):
     monkeypatch.setattr(faults, "ARMED_FAULTS", faults.parse_faults(f"{point}:raise@step2"))
     with pytest.raises(BaseException, match=r".") as failure:
@@ -190,11 +192,12 @@ def test_publish_if_absent_never_replaces_a_file_and_returns_false(disk):
     old = newest(store)
     assert not store.publish_if_absent(f"{old.folder}/manifest.json", b"{}")
     assert state_digest(newest(store)) == digest_at(1)
-    assert store.list_names(old.folder) == ["manifest.json", "rank-00000.shard"]
+    assert store.list_names(old.folder) == ["manifest.json", "rank-00000.part.json", "rank-00000.shard"]
     assert [entry.step for entry in list_published(store)] == [1]
 
 
 @pytest.mark.long
+@pytest.mark.timeout(900)
 def test_crash_at_any_call_of_a_save_with_many_interleavings_and_power_losses(disk):
     for order in range(12):
         saving = partial(save_on_two_ranks, 2, seed=order)

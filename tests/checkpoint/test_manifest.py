@@ -1,4 +1,4 @@
-"""Tests of meshwright.checkpoint.manifest: forged content with a correct digest is always an InvalidManifest."""
+"""Manifests of format 1: forged content with a correct digest is always an InvalidManifest."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import shutil
 import sys
 
 import pytest
-from checkpoint_fixtures import LINEAGE, digest_at, save_on_two_ranks, state_at
+from checkpoint_fixtures import LINEAGE, as_format_1, digest_at, save_on_two_ranks, state_at
 
 from meshwright.checkpoint.listing import list_published
 from meshwright.checkpoint.manifest import InvalidManifest, Manifest, canonical_digest
@@ -26,6 +26,7 @@ def intact(tmp_path_factory):
     root = tmp_path_factory.mktemp("forged")
     for step in (1, 2):
         save_on_two_ranks(step, PosixStore(root), block_sizes=BlockSizes(digest_bytes=512), keep=9)
+        as_format_1(root / "checkpoints" / f"step-{step:08d}.a0001")
     return root
 
 
@@ -138,6 +139,9 @@ FORGED = {
     "another attempt": field(attempt=2),
     "format 0": field(format=0),
     "format 2": field(format=2),
+    "format 3": field(format=3),
+    "parts": field(parts={}),
+    "more owners than files": field(owners={str(rank): {} for rank in range(3)}),
     "a format that is a string": field(format="1"),
     "a format that is a bool": field(format=True),
     "no format": lambda v: v.pop("format"),

@@ -109,8 +109,8 @@ def test_each_replicated_shard_is_saved_by_one_rank(tmp_path):
     reshard("", config_of("replicate 2 x tensor 2"), tmp_path / "saved")
     manifest = list_published(PosixStore(tmp_path / "saved"))[0].manifest
     assert manifest is not None
-    assert len(manifest.files) == 4
-    sizes = [file.size for file in manifest.files.values()]
+    assert len(manifest.parts) == 4
+    sizes = [part.shard_bytes for part in manifest.parts.values()]
     assert max(sizes) < 1.5 * min(sizes)
 
 

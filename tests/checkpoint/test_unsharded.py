@@ -10,8 +10,9 @@ import pytest
 import torch
 from checkpoint_fixtures import ATTEMPT_FIELDS, LINEAGE, metadata_at
 
+from meshwright.checkpoint.format.canonical import canonical_digest, serialize
 from meshwright.checkpoint.listing import CheckpointEntry
-from meshwright.checkpoint.manifest import FileRecord, Manifest, TensorRecord, TensorRegion
+from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.state import CheckpointState, dtype_name, parameters_digest, tensor_bytes
 from meshwright.checkpoint.unsharded import compare_checkpoints, model_order, state_digest
 from meshwright.store.posix import PosixStore
@@ -24,7 +25,7 @@ def split_evenly(size: int, parts: int) -> list[tuple[int, int]]:
 
 
 def write_checkpoint(root, state: CheckpointState, parts: tuple[int, ...] = (1,), name: str = "one") -> CheckpointEntry:
-    """Write a checkpoint without the saver: tensors split along their first dimensions, in two files."""
+    """Write a checkpoint of format 1 without the saver: tensors split along their first dimensions, in two files."""
     files, tensors = {}, {}
     (root / name).mkdir()
     for key, tensor in reversed(state.items()):
@@ -39,12 +40,14 @@ def write_checkpoint(root, state: CheckpointState, parts: tuple[int, ...] = (1,)
                 out.write(content)
             files[file] += len(content)
             offset, shape = zip(*spans, strict=True) if spans else ((), ())
-            regions.append(TensorRegion(tuple(offset), tuple(shape), file, start, len(content)))
-        tensors[key] = TensorRecord(dtype_name(tensor), tuple(tensor.shape), tuple(regions))
+            where = {"file": file, "start": start, "length": len(content)}
+            regions.append({"offset": offset, "shape": shape} | where)
+        tensors[key] = {"dtype": dtype_name(tensor), "shape": tuple(tensor.shape), "pieces": regions}
     position = {"run": LINEAGE.run, "timeline": 1, "step": 1, "attempt": 1, "ordinal": 0, "parent": "", "owners": {}}
-    records = {file: FileRecord(size, ("",) * -(-size // (8 << 20))) for file, size in files.items()}
-    manifest = Manifest(**position, **ATTEMPT_FIELDS, **metadata_at(1).shared_fields, files=records, tensors=tensors)
-    manifest.validate()
+    records = {file: {"size": size, "chunks": [""] * -(-size // (8 << 20))} for file, size in files.items()}
+    content = {"format": 1, "chunk": 8 << 20, "files": records, "tensors": tensors}
+    values = position | ATTEMPT_FIELDS | metadata_at(1).shared_fields | content
+    manifest = Manifest.decode(serialize(values, canonical_digest(values)))
     return CheckpointEntry(PosixStore(root), name, 1, 1, manifest)
 
 
@@ -65,7 +68,7 @@ def test_state_digest_is_independent_of_the_sharding(tmp_path, state):
     expected = parameters_digest(state.items())
     for parts in [(1,), (2,), (3,), (7,), (2, 3), (3, 2), (1, 3)]:
         entry = write_checkpoint(tmp_path, state, parts, "-".join(map(str, parts)))
-        regions = len(entry.manifest.tensors["model/grid"].regions)
+        regions = len(entry.index.regions("model/grid"))
         assert regions == math.prod(parts), parts
         assert state_digest(entry) == expected, parts
         assert list(compare_checkpoints(entry, entry)) == []
@@ -79,7 +82,7 @@ def test_state_digest_depends_on_every_bit(tmp_path, state):
     entry = write_checkpoint(tmp_path, state, (2,))
     before = state_digest(entry)
     seen = {before}
-    for file in entry.manifest.files:
+    for file in entry.manifest.parts:
         path = tmp_path / "one" / file
         content = path.read_bytes()
         for position in range(0, len(content), 3):
@@ -88,7 +91,7 @@ def test_state_digest_depends_on_every_bit(tmp_path, state):
             path.write_bytes(broken)
             seen.add(state_digest(entry))
         path.write_bytes(content)
-    assert len(seen) == 1 + sum(-(-record.size // 3) for record in entry.manifest.files.values())
+    assert len(seen) == 1 + sum(-(-part.shard_bytes // 3) for part in entry.manifest.parts.values())
     assert state_digest(entry) == before
 
 

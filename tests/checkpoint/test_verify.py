@@ -10,6 +10,7 @@ import torch
 import xxhash
 from checkpoint_fixtures import LINEAGE, digest_at, save_on_two_ranks, state_at
 
+from meshwright.checkpoint.format.manifest_parts import ManifestPart
 from meshwright.checkpoint.listing import RunLineage, list_published
 from meshwright.checkpoint.manifest import MAX_MANIFEST_BYTES, InvalidManifest, Manifest
 from meshwright.checkpoint.restore import RestoreResult, restore
@@ -22,6 +23,7 @@ from meshwright.store.posix import PosixStore
 
 CHUNK = 512
 SHARDS = ["rank-00000.shard", "rank-00001.shard"]
+PARTS = ["rank-00000.part.json", "rank-00001.part.json"]
 
 
 @pytest.fixture(scope="module")
@@ -90,7 +92,8 @@ def test_undamaged_checkpoint_verifies_and_restores(run):
     state = state_at(0)
     assert try_restore(run, state).manifest.step == 2
     assert parameters_digest(state.items()) == digest_at(2)
-    assert min(len(record.chunks) for record in list_published(PosixStore(run))[0].manifest.files.values()) >= 9
+    entry = list_published(PosixStore(run))[0]
+    assert min(len(entry.read_part(name).record.chunks) for name in entry.manifest.parts) >= 9
 
 
 @pytest.mark.parametrize("name", SHARDS)
@@ -113,13 +116,21 @@ def test_flipped_bit_in_any_byte_of_a_shard_is_located_by_file_and_chunk(run, ne
 
 @pytest.mark.parametrize("bit", range(8))
 def test_flipped_bit_in_any_byte_of_a_manifest_is_detected(newest, bit):
-    """Bit 5 also changes 1e-08 to 1E-08, and bit 0 the last digit of a float to one with the same value."""
+    """Bit 5 also changes 1e-08 to 1E-08."""
     content = (newest / "manifest.json").read_bytes()
     assert b"e-08" in content
-    assert b"0.30000000000000004" in content
     for position in range(len(content)):
         with pytest.raises(InvalidManifest, match="the manifest"):
             Manifest.decode(flip_bit(content, position, bit))
+
+
+@pytest.mark.parametrize("bit", range(8))
+def test_flipped_bit_in_any_byte_of_a_part_is_detected(newest, bit):
+    content = (newest / PARTS[0]).read_bytes()
+    assert b"0.30000000000000004" in content
+    for position in range(len(content)):
+        with pytest.raises(InvalidManifest, match="the part"):
+            ManifestPart.decode(flip_bit(content, position, bit))
 
 
 def test_appended_byte_is_detected_in_a_file_that_ends_with_a_chunk(tmp_path, newest):
@@ -147,8 +158,8 @@ DAMAGES = {
 
 
 @pytest.mark.parametrize("how", DAMAGES)
-@pytest.mark.parametrize("name", SHARDS)
-def test_damaged_shard_is_located_and_the_previous_checkpoint_is_restored(run, newest, name, how):
+@pytest.mark.parametrize("name", SHARDS + PARTS)
+def test_damaged_shard_or_part_is_located_and_the_previous_checkpoint_is_restored(run, newest, name, how):
     DAMAGES[how](newest / name)
     found = damage_of(run)
     assert {damage.file for damage in found} == {name}
@@ -216,6 +227,38 @@ def test_swapped_shards_are_identified(run, newest):
     assert "it is the shard of step 2, attempt 1, rank 1" in found[SHARDS[0]]
     assert "it is the shard of step 2, attempt 1, rank 0" in found[SHARDS[1]]
     assert_skipped(run)
+
+
+def test_part_of_another_step_is_identified(run, newest):
+    shutil.copy(newest.with_name("step-00000001.a0001") / PARTS[1], newest / PARTS[1])
+    (found,) = damage_of(run)
+    assert found.file == PARTS[1]
+    assert "it is the part of step 1, attempt 1, rank 1 of run 0123abcd" in found.found
+    assert_skipped(run)
+
+
+def test_part_of_another_run_is_identified(run, newest, intact):
+    shutil.copy(intact / "other" / "checkpoints" / newest.name / PARTS[0], newest / PARTS[0])
+    (found,) = damage_of(run)
+    assert found.file == PARTS[0]
+    assert "it is the part of step 2, attempt 1, rank 0 of run ffff0000" in found.found
+    assert_skipped(run)
+
+
+def test_swapped_parts_are_found(run, newest):
+    one, other = (newest / name for name in PARTS)
+    content = one.read_bytes()
+    one.write_bytes(other.read_bytes())
+    other.write_bytes(content)
+    assert [damage.file for damage in damage_of(run)] == PARTS
+    assert_skipped(run)
+
+
+def test_listing_reads_no_part(run, newest):
+    for name in PARTS:
+        (newest / name).unlink()
+    entry = list_published(PosixStore(run))[0]
+    assert entry.manifest.total_bytes == sum((newest / name).stat().st_size for name in SHARDS)
 
 
 @pytest.mark.parametrize("path", ["checkpoints/step-00000009.a0001", "attempts/0007", "checkpoints/notes.txt"])

@@ -177,7 +177,7 @@ def another_layout_restores_an_older_checkpoint(patch):
     wrap(patch, restore_module, "list_published", published)
 
 
-@fault(DAMAGED, COMPLETES, "checkpoints of 11 steps were published")
+@fault(DAMAGED, COMPLETES, "checkpoints of 13 steps were published")
 def retention_keeps_one_checkpoint(patch):
     def apply(_right, self, *_args):
         for entry in list_checkpoint_folders(self.store)[1:]:
@@ -272,7 +272,7 @@ def files_are_not_verified_before_they_are_loaded(patch):
     patch.setattr(ShardReader, "_read_chunk", lambda self, file, index, _buffer: read_unverified(self, file, index))
 
 
-@fault(DAMAGED, RESHARD, "restored from step-00000011")
+@fault(DAMAGED, RESHARD, "restored from step-00000013")
 def resharding_reads_the_region_from_its_start(patch):
     """A rank that needs the second part of a stored region copies the first part."""
 

@@ -30,6 +30,7 @@ SAVE_POINTS = [
     "save.begin:rank0:kill@step6",
     "save.write:rank1:kill@step6",
     "save.after_shard:rank1:kill@step6",
+    "save.after_part:rank1:kill@step6",
     "save.before_manifest:rank0:kill@step6",
     "save.before_publish:rank0:kill@step6",
     "save.after_publish:rank0:kill@step6",

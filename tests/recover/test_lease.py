@@ -69,7 +69,7 @@ def rewrite(folder, attempt, **changes):
 
 def manifest(step: int, attempt: int) -> Manifest:
     empty = {key: {} for key in ("layout", "identity", "made_by", "data", "rng", "schedule", "scaler", "counters")}
-    return Manifest("r", 1, step, attempt, 0, "", **empty, owners={}, files={}, tensors={})
+    return Manifest("r", 1, step, attempt, 0, "", **empty, tensors={}, parts={})
 
 
 def publish(folder, step, attempt):

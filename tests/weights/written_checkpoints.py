@@ -8,8 +8,11 @@ from typing import Any
 
 import numpy as np
 
+from meshwright.checkpoint.format.canonical import recorded_digest
+from meshwright.checkpoint.format.manifest_parts import FileRecord, ManifestPart, RecordedPart, ShardOrigin, part_file
+from meshwright.checkpoint.format.regions import TensorRecord, TensorRegion
 from meshwright.checkpoint.listing import checkpoint_folder
-from meshwright.checkpoint.manifest import MANIFEST_FILE, FileRecord, Manifest, TensorRecord, TensorRegion
+from meshwright.checkpoint.manifest import MANIFEST_FILE, Manifest
 from meshwright.checkpoint.verify import DigestingSink, shard_header
 from meshwright.config import ModelConfig, RunConfig, config_to_toml, identity
 from meshwright.models.registry import model_spec
@@ -25,8 +28,9 @@ def write_checkpoint(run: Path, tensors: Mapping[str, np.ndarray], identity: dic
     (run / "run.toml").write_text(config_to_toml(RunConfig()))
     store, folder = PosixStore(run), checkpoint_folder(STEP, 1)
     sink = DigestingSink(store.create(f"{folder}/{SHARD}"))
-    sink.write(shard_header("0123abcd", 1, STEP, 1, 0))
-    records = {}
+    origin = ShardOrigin("0123abcd", 1, STEP, 1, 0)
+    sink.write(shard_header(origin))
+    records, stored = {}, {}
     for name, array in tensors.items():
         middle = array.shape[1] // 2 if array.ndim == 2 else 0
         parts = [(0, array[:, :middle]), (middle, array[:, middle:])] if middle else [(0, array)]
@@ -35,12 +39,15 @@ def write_checkpoint(run: Path, tensors: Mapping[str, np.ndarray], identity: dic
             offset = (0, column) if array.ndim == 2 else (0,) * array.ndim
             regions.append(TensorRegion(offset, part.shape, SHARD, sink.size, part.nbytes))
             sink.write(memoryview(np.ascontiguousarray(part).reshape(-1)).cast("B"))
-        records[name] = TensorRecord(str(array.dtype), array.shape, tuple(regions))
+        records[name] = TensorRecord(str(array.dtype), array.shape)
+        stored[name] = tuple(regions)
     sink.close()
-    files = {SHARD: FileRecord(sink.size, tuple(sink.chunks))}
+    raw = ManifestPart(origin, SHARD, FileRecord(sink.size, tuple(sink.chunks)), "data/0", {}, stored).encode()
+    (run / folder / part_file(0)).write_bytes(raw)
+    parts = {part_file(0): RecordedPart(0, SHARD, sink.size, "data/0", len(raw), recorded_digest(raw))}
     empty: dict[str, Any] = {}
     manifest = Manifest(
-        "0123abcd", 1, STEP, 1, 0, "", {"replicate": 1}, identity, *(empty,) * 7, files=files, tensors=records
+        "0123abcd", 1, STEP, 1, 0, "", {"replicate": 1}, identity, *(empty,) * 6, tensors=records, parts=parts
     )
     (run / folder / MANIFEST_FILE).write_bytes(manifest.encode())
     return run

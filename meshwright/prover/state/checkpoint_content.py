@@ -28,7 +28,17 @@ class CheckpointContent:
 
     @cached_property
     def manifest(self) -> dict[str, Any]:
-        values: dict[str, Any] = json.loads((self.folder / "manifest.json").read_bytes())
+        """The manifest with the content of its parts: the files, the regions of tensors, the state of owners."""
+        values: dict[str, Any] = {"parts": {}, "files": {}, "owners": {}}
+        values |= json.loads((self.folder / "manifest.json").read_bytes())
+        for tensor in values["tensors"].values():
+            tensor.setdefault("pieces", [])
+        for name in values["parts"]:
+            part = json.loads((self.folder / name).read_bytes())
+            values["files"][part["file"]] = {"size": part["size"], "chunks": part["chunks"]}
+            values["owners"][part["owner"]] = part["state"]
+            for tensor, regions in part["tensors"].items():
+                values["tensors"][tensor]["pieces"] += [region | {"file": part["file"]} for region in regions]
         return values
 
     @property

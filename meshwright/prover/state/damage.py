@@ -56,6 +56,19 @@ def flip_manifest_bit(content: CheckpointContent, _older: CheckpointContent) -> 
     return flip(path, path.read_bytes().index(b'"skipped":') + len('"skipped":'))
 
 
+def flip_part_bit(content: CheckpointContent, _older: CheckpointContent) -> tuple[str, ...]:
+    """A digit of the size of the shard."""
+    path = parts(content)[-1]
+    return flip(path, path.read_bytes().index(b'"size":') + len('"size":'))
+
+
+def replace_by_older_part(content: CheckpointContent, older: CheckpointContent) -> tuple[str, ...]:
+    """A valid part of the same rank, of another step."""
+    path = parts(content)[-1]
+    shutil.copyfile(older.folder / path.name, path)
+    return (path.name,)
+
+
 def truncate_shard(content: CheckpointContent, _older: CheckpointContent) -> tuple[str, ...]:
     path = shards(content)[-1]
     with open(path, "r+b") as file:
@@ -89,6 +102,8 @@ DAMAGES: dict[str, Callable[[CheckpointContent, CheckpointContent], tuple[str, .
     "one flipped bit in the header of a shard": flip_header_bit,
     "one flipped bit in unused bytes of a header": flip_padding_bit,
     "one flipped bit in the manifest": flip_manifest_bit,
+    "one flipped bit in a part of the manifest": flip_part_bit,
+    "a part of the manifest of another step": replace_by_older_part,
     "a shard that lost its last byte": truncate_shard,
     "a missing shard": remove_shard,
     "shards of two ranks that were swapped": swap_shards,
@@ -98,6 +113,10 @@ DAMAGES: dict[str, Callable[[CheckpointContent, CheckpointContent], tuple[str, .
 
 def shards(content: CheckpointContent) -> list[Path]:
     return sorted(content.folder.glob("rank-*.shard"))
+
+
+def parts(content: CheckpointContent) -> list[Path]:
+    return sorted(content.folder.glob("rank-*.part.json"))
 
 
 def flip(path: Path, position: int) -> tuple[str, ...]:

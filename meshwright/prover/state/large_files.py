@@ -12,11 +12,14 @@ from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
 from meshwright.checkpoint.dcp_planner import LocalShardLoadPlanner, LocalShardSavePlanner, as_planner_state
+from meshwright.checkpoint.format.manifest_parts import RecordedPart, ShardOrigin
+from meshwright.checkpoint.format.regions import TensorRecord
 from meshwright.checkpoint.listing import CheckpointEntry
-from meshwright.checkpoint.manifest import FileRecord, Manifest, TensorRecord
+from meshwright.checkpoint.manifest import Manifest
+from meshwright.checkpoint.restore import local_regions
 from meshwright.checkpoint.shards import ShardReader, ShardWriter
 from meshwright.checkpoint.state import CheckpointState
-from meshwright.checkpoint.verify import shard_header, verify_file
+from meshwright.checkpoint.verify import verify_file
 from meshwright.config import BLOCK_SIZES, BlockSizes
 from meshwright.errors import CheckpointError
 from meshwright.prover.claims import Claim, proof_folder
@@ -70,7 +73,8 @@ def check_file_ends(base: Path) -> list[str]:
         entry = write(base, f"end{extra}", {"a": tensor}, BOUNDARY_BLOCKS)
         problems.append(read_back(entry, {"a": tensor}))
         assert entry.manifest is not None
-        [(file, record)] = entry.manifest.files.items()
+        part = entry.read_part(next(iter(entry.manifest.parts)))
+        file, record = part.file, part.record
         path, chunk, io_bytes = f"{entry.folder}/{file}", BOUNDARY_BLOCKS.digest_bytes, BOUNDARY_BLOCKS.io_bytes
         problems += map(str, verify_file(entry.store, path, record, chunk, lambda: None, io_bytes))
     return problems
@@ -79,16 +83,14 @@ def check_file_ends(base: Path) -> list[str]:
 def write(base: Path, folder: str, tensors: dict[str, Tensor], block_sizes: BlockSizes) -> CheckpointEntry:
     """Writes a checkpoint of one rank."""
     store = PosixStore(base, SparseCalls())
-    parts: list[tuple[dict[str, FileRecord], dict[str, TensorRecord]]] = []
-    header = shard_header("prove", 1, 1, 1, 0)
-    publish = lambda files, records, _owners: parts.append((files, records))  # noqa: E731
-    writer = ShardWriter(store, folder, 0, 1, header, ("data/0", {}), publish, block_sizes)
+    published: list[tuple[dict[str, RecordedPart], dict[str, TensorRecord]]] = []
+    publish = lambda parts, records: published.append((parts, records))  # noqa: E731
+    writer = ShardWriter(store, folder, ShardOrigin("prove", 1, 1, 1, 0), ("data/0", {}), publish, block_sizes)
     state: CheckpointState = dict(tensors)
     dcp.save(as_planner_state(state), storage_writer=writer, planner=LocalShardSavePlanner(), no_dist=True)
-    [(files, records)] = parts
+    [(parts, records)] = published
     tables: dict[str, Any] = {
-        name: {}
-        for name in ("layout", "identity", "made_by", "data", "rng", "schedule", "scaler", "counters", "owners")
+        name: {} for name in ("layout", "identity", "made_by", "data", "rng", "schedule", "scaler", "counters")
     }
     manifest = Manifest(
         run="prove",
@@ -97,8 +99,8 @@ def write(base: Path, folder: str, tensors: dict[str, Tensor], block_sizes: Bloc
         attempt=1,
         ordinal=0,
         parent="",
-        files=files,
         tensors=records,
+        parts=parts,
         chunk=block_sizes.digest_bytes,
         **tables,
     )
@@ -109,7 +111,7 @@ def read_back(entry: CheckpointEntry, tensors: dict[str, Tensor]) -> str:
     """What is wrong with tensors as the reader of checkpoints, and as plain system calls, read them; or ''."""
     assert entry.manifest is not None
     for name, tensor in tensors.items():
-        [region] = entry.manifest.tensors[name].regions
+        [region] = entry.index.regions(name)
         with open(Path(entry.store.path(entry.folder)) / region.file, "rb") as file:  # type: ignore[attr-defined]
             file.seek(region.start)
             if file.read(region.length) != tensor.numpy().tobytes():
@@ -126,7 +128,7 @@ def read_back(entry: CheckpointEntry, tensors: dict[str, Tensor]) -> str:
 def find_undetected_flip(entry: CheckpointEntry, tensors: dict[str, Tensor]) -> str:
     """Flips a bit beyond 2^32: the reader must refuse the chunk."""
     assert entry.manifest is not None
-    [region] = entry.manifest.tensors["c"].regions
+    [region] = entry.index.regions("c")
     with open(Path(entry.store.path(entry.folder)) / region.file, "r+b") as file:  # type: ignore[attr-defined]
         file.seek(region.start)
         value = file.read(1)[0]
@@ -140,7 +142,7 @@ def find_undetected_flip(entry: CheckpointEntry, tensors: dict[str, Tensor]) -> 
 
 
 def load(entry: CheckpointEntry, state: CheckpointState) -> None:
-    reader, planner = ShardReader(entry, lambda: None), LocalShardLoadPlanner()
+    reader, planner = ShardReader(entry, local_regions(entry.index, state), lambda: None), LocalShardLoadPlanner()
     dcp.load(as_planner_state(state), storage_reader=reader, planner=planner, no_dist=True)
 
 

@@ -1,0 +1,1 @@
+"""The files that describe a checkpoint: parts, regions and their serialization. Torch-free."""
