@@ -81,9 +81,7 @@ class Agent:
     def __init__(self, folder: Path, name: str, port: int) -> None:
         self.log = folder / f"{name}.log"
         rendezvous = ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=elastic"]
-        rendezvous += [
-            "--rdzv-conf=last_call_timeout=30,keep_alive_interval=1,keep_alive_max_attempt=2,close_timeout=5"
-        ]
+        rendezvous += ["--rdzv-conf=last_call_timeout=30,keep_alive_interval=3,keep_alive_max_attempt=4"]
         options = ["--nnodes=1:2", "--nproc-per-node=1", "--max-restarts=5", "--local-addr=127.0.0.1"]
         job = ["-m", "meshwright", "train", str(folder / "small.toml"), "--run-dir", str(folder / "run")]
         job += ["--launch.elastic=true", "--precision.compute=fp64"]
