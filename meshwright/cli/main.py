@@ -38,14 +38,14 @@ from meshwright.io import printable
 
 VERBS: dict[str, Verb] = {
     "train": train,
-    "launch slurm": launch_slurm,
-    "launch kubernetes": launch_kubernetes,
-    "launch ray": launch_ray,
     "plan": plan,
     "plan schedule": plan_schedule,
     "plan measure": plan_measure,
     "simulate": simulate,
     "prove": prove,
+    "launch slurm": launch_slurm,
+    "launch kubernetes": launch_kubernetes,
+    "launch ray": launch_ray,
     "watch": watch,
     "report": report,
     "diagnose": diagnose,
