@@ -88,7 +88,7 @@ def train_worker(settings: dict[str, Any]) -> None:
             f"rank {context.get_world_rank()} ended with exit code {code} ({MEANINGS.get(code, 'killed')})"
         )
     ends = [event for event in read_events(RunFolder(Path(settings["run"])).events(0)) if event["kind"] == "end"]
-    ray.train.report({"steps": ends[-1]["step"], "digest": ends[-1]["parameters_digest"]} if ends else {})
+    ray.train.report({"digest": ends[-1]["parameters_digest"]} if ends else {})
 
 
 def make_trainer(
