@@ -7,7 +7,7 @@ export OMP_NUM_THREADS := 1
 # Two test processes, whole files each: many tests wait for a timeout or for ranks to start. PYTEST_ARGS adds options.
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --package-durations $(PYTEST_ARGS)
 
-.PHONY: venv train prove check test test-all test-wheel fuzz bench clean
+.PHONY: venv train prove check test test-all test-engines test-wheel fuzz bench clean
 
 venv: .venv/.run
 
@@ -18,6 +18,10 @@ venv: .venv/.run
 
 .venv/.dev: .venv/.run
 	@$(PIP) --editable '.[check,test]'
+	@touch $@
+
+.venv/.engines: .venv/.dev
+	@$(PIP) --editable '.[engines]'
 	@touch $@
 
 .venv/.bench: .venv/.run
@@ -38,10 +42,14 @@ check: .venv/.dev
 	$(BIN)/python -m pytest tests/repository -k "file or package or class or retired or version"
 
 test: .venv/.dev
-	$(PYTEST) -m "not long"
+	$(PYTEST) -m "not long and not engines"
 
 test-all: .venv/.dev
-	$(PYTEST)
+	$(PYTEST) -m "not engines"
+
+# Runs under SLURM, Ray and torchrun on this machine, one after the other. What is not installed is skipped, and said.
+test-engines: .venv/.engines
+	$(BIN)/python -m pytest tests/engines -rs $(PYTEST_ARGS)
 
 # Builds the wheel, installs it into an empty environment outside the checkout, and uses it there.
 test-wheel: .venv/.dev

@@ -20,6 +20,7 @@ from meshwright.cli.checkpoint import (
 )
 from meshwright.cli.data import data_find, data_prepare, data_show
 from meshwright.cli.evaluate import evaluate
+from meshwright.cli.launch import launch_kubernetes, launch_ray, launch_slurm
 from meshwright.cli.plan import plan, plan_measure, plan_schedule
 from meshwright.cli.preflight import preflight
 from meshwright.cli.prove import prove
@@ -44,6 +45,9 @@ VERBS: dict[str, Verb] = {
     "simulate": simulate,
     "preflight": preflight,
     "prove": prove,
+    "launch slurm": launch_slurm,
+    "launch kubernetes": launch_kubernetes,
+    "launch ray": launch_ray,
     "watch": watch,
     "report": report,
     "diagnose": diagnose,

@@ -230,6 +230,8 @@ class LaunchConfig:
     """in a job on several hosts, measure the hosts before the first attempt: check ends the job if something is broken,
     exclude leaves out the hosts that are slow or broken, whose places spare hosts take
     """
+    elastic: Annotated[bool, PLACEMENT] = False
+    """under torchrun with a range of nodes, let layout.replicate follow the number of ranks that torchrun starts"""
     host_timeout: Annotated[TimeoutSeconds, PLACEMENT] = 15.0
     """seconds without a message of a host's supervisor after which the host is lost, and its ranks are restarted"""
 

@@ -16,6 +16,7 @@ from meshwright.config import RunConfig, fingerprint, identity, placement
 from meshwright.config.device_defaults import require_bf16, with_device_defaults
 from meshwright.data.token_files import raise_if_changed
 from meshwright.errors import ConfigError, MeshwrightError, PeerError, StoppedBySignal, describe_exception
+from meshwright.launch.engines.torchrun_elastic import follow_world_size
 from meshwright.launch.environment import started_by_torchrun
 from meshwright.launch.host_memory import require_host_memory
 from meshwright.launch.initial_weights import open_initial_weights
@@ -66,6 +67,7 @@ def make_job(
         make_requests_in_another_process()
     if user.model is None:
         config = take_initial_model(config)
+    config = follow_world_size(config, user.model is not None)
     given, config = config, with_device_defaults(config, device_type(config.launch), user.model is not None)
     require_bf16(given, config)
     layout, batch = validate(config, own_model=user.model is not None)

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from meshwright.config import LaunchConfig
 from meshwright.errors import ConfigError, IdentityError, PeerError
+from meshwright.launch.engines.torchrun_elastic import agree_on_generation
 from meshwright.launch.environment import started_by_torchrun
 from meshwright.parallel.world import World, device_type
 from meshwright.recover.lease import host_name
@@ -104,9 +105,10 @@ def join_process_group(
     device = select_device(launch, rendezvous)
     if rendezvous.world_size == 1:
         return World(0, 1, device, heartbeat or Heartbeat())
-    store = dist.PrefixStore(
-        f"{torchrun_restart_count()}/{next(JOIN_COUNTER)}", connect_store(rendezvous, launch.rendezvous_timeout)
-    )
+    store, generation = connect_store(rendezvous, launch.rendezvous_timeout), torchrun_restart_count()
+    if launch.elastic and started_by_torchrun():
+        generation = agree_on_generation(store, rendezvous.rank, rendezvous.world_size, launch.rendezvous_timeout)
+    store = dist.PrefixStore(f"{generation}/{next(JOIN_COUNTER)}", store)
     store.set(f"host/{rendezvous.rank}", rendezvous.host or host_name())
     if rendezvous.address and (interface := interface_of(rendezvous.address)):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
