@@ -36,7 +36,6 @@ from meshwright.checkpoint.listing import (
 from meshwright.checkpoint.manifest import canonical_digest
 from meshwright.errors import BusyError, CheckpointError, ConfigError
 from meshwright.io import open_descriptor, open_regular_file
-from meshwright.recover.failures import FINAL_EXIT_CODES
 from meshwright.recover.hosts.election import LeaseView
 from meshwright.recover.incidents import Incident, read_incidents
 from meshwright.store.interface import Store
@@ -259,11 +258,11 @@ def view_newest_lease(folder: RunFolder) -> LeaseView | None:
     """What the supervisor of a host sees of the newest lease."""
     store = open_run_store(folder)
     for attempt, lease in list_leases(store)[:1]:
-        outcome, exit_code = "", 0
+        outcome, exit_code, final = "", 0, False
         if folder.incident(attempt).exists():
-            incident = next((i for i in read_incidents(folder) if i.attempt == attempt), None)
-            outcome, exit_code = (incident.outcome, incident.exit_code) if incident is not None else ("lost", 0)
-        final = outcome in ("complete", "stopped") or exit_code in FINAL_EXIT_CODES
+            found = next((i for i in read_incidents(folder) if i.attempt == attempt), None)
+            incident = found or Incident(attempt, "lost")
+            outcome, exit_code, final = incident.outcome, incident.job_exit_code, incident.ends_job
         beats = read_text(str(folder.attempt(attempt) / "beat"))
         token, job, address = (str(lease.get(name, "")) for name in ("token", "job", "address"))
         return LeaseView(attempt, token, job, address, beats, outcome, exit_code, final)
