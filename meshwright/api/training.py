@@ -25,7 +25,8 @@ from meshwright.observe.event_viewer import EventViewer, SilentDisplay
 from meshwright.observe.metrics.exporter import RunExporter
 from meshwright.observe.terminal import EventDisplay, Terminal
 from meshwright.recover.hosts.supervise_hosts import supervise_hosts
-from meshwright.recover.supervisor import RunningRanks, supervise, warn
+from meshwright.recover.running_ranks import RunningRanks
+from meshwright.recover.supervisor import supervise, warn
 from meshwright.telemetry.events import Event, EventFollower
 from meshwright.telemetry.heartbeat import process_start_time
 from meshwright.telemetry.run_folder import RunFolder

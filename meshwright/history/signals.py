@@ -210,8 +210,11 @@ def ended_state(history: RunHistory, attempt: AttemptHistory, now: float) -> tup
     if outcome == "stopped":
         reason = message or (attempt.end or {}).get("stopped", "")
         return "stopped", f"The run was stopped {ago}, {done}" + (f": {reason}." if reason else "."), None
+    if outcome == "resized":
+        return "restarting", f"Attempt {attempt.number} ended after a checkpoint, {done}: {message}.", None
     rank = incident.rank if incident else None
     location = f"rank {rank} at step {incident.step}, {incident.phase}" if incident and rank is not None else "attempt"
+    location = f"host {incident.host}, {location}" if incident and incident.host else location
     if history.is_restarting(now):
         return "restarting", f"Attempt {attempt.number} failed ({location}: {message}); the job restarts.", rank
     if outcome == "lost":

@@ -20,7 +20,8 @@ from meshwright.launch.ranks import run_ranks
 from meshwright.launch.scratch_folder import ScratchFolder
 from meshwright.parallel.compile import require_compiler
 from meshwright.parallel.world import World, device_type
-from meshwright.recover.supervisor import RunningRanks, supervise
+from meshwright.recover.running_ranks import RunningRanks
+from meshwright.recover.supervisor import supervise
 from meshwright.telemetry.run_folder import RunFolder
 from meshwright.topology.layout import stages_per_rank
 from meshwright.topology.unsupported import validate

@@ -26,6 +26,8 @@ MAX_TRACEBACK = 1 << 16
 """Characters of a traceback that are kept."""
 FINAL_EXIT_CODES = (2, 3, 4, 6, 7, 9)
 """Exit codes of errors that every further attempt would raise again."""
+HOST_LOST = "HostLost"
+"""The `error_type` of the ranks of a host that is lost."""
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 from meshwright.data.sample_lookup import open_sample_lookup
 from meshwright.errors import MeshwrightError, PeerError
 from meshwright.io import open_regular_file, read_json, write_json
-from meshwright.recover.failures import FINAL_EXIT_CODES, Failure
+from meshwright.recover.failures import FINAL_EXIT_CODES, HOST_LOST, Failure
 from meshwright.telemetry.heartbeat import HeartbeatReading, read_heartbeat
 from meshwright.telemetry.phases import PHASES, STEP_PHASES
 from meshwright.telemetry.run_folder import RunFolder
@@ -67,7 +67,7 @@ class Incident:
         """Whether a host was lost, or ranks could only say that they had lost others: neither the program nor the data
         is the cause, wherever it happens.
         """
-        return self.outcome == "failed" and self.error_type in ("HostLost", PeerError.__name__)
+        return self.outcome == "failed" and self.error_type in (HOST_LOST, PeerError.__name__)
 
     @property
     def ends_job(self) -> bool:

@@ -108,8 +108,10 @@ class Lease:
         """Raises a CheckpointError if the run folder was deleted or moved; nothing creates it again. Raises a BusyError
         if another host has taken over the run meanwhile, because the beat counter of this one stood still.
         """
-        store = open_run_store(self.folder)
-        if (newest := read_fence(store).attempt) > self.attempt:
+        store, newest = open_run_store(self.folder), 0
+        with suppress(OSError):  # storage that does not answer is no evidence
+            newest = read_fence(store).attempt
+        if newest > self.attempt:
             holder = read_lease(store, newest) or {}
             raise BusyError(
                 f"attempt {newest} on {holder.get('host')} has taken over the run from attempt {self.attempt}",
@@ -273,8 +275,8 @@ def take_lease(folder: RunFolder, after: LeaseView | None, job: str, address: st
     """Publishes the lease of the attempt after the one that was seen, for a job of several hosts; None if another host
     was faster. With `fresh`, the first lease of a job sets an existing run aside.
     """
+    folder.root.parent.mkdir(parents=True, exist_ok=True)
     with exclusive_start(folder):
-        folder.root.parent.mkdir(parents=True, exist_ok=True)
         folder.require_usable()
         store = open_run_store(folder)
         seen = view_newest_lease(folder)

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any
 
 from meshwright.checkpoint.listing import list_leases, list_published, open_run_store
 from meshwright.config import LaunchConfig
@@ -22,6 +22,7 @@ from meshwright.errors import KilledBySignal, MeshwrightError, RestartsExhausted
 from meshwright.recover.failures import FINAL_EXIT_CODES, AttemptResized, RanksFailed
 from meshwright.recover.incidents import Incident, assign_verdict, build_incident, read_heartbeats
 from meshwright.recover.lease import Lease, acquire_lease, acquire_next_lease
+from meshwright.recover.running_ranks import RunningRanks, StartAttempt, Viewer
 from meshwright.recover.watchdog import Hang, Watchdog, find_collective_mismatch
 from meshwright.telemetry.events import EventLog
 from meshwright.telemetry.heartbeat import HeartbeatReading
@@ -31,40 +32,6 @@ CHECK_INTERVAL = 0.5
 """Seconds between two checks of the heartbeats."""
 SECONDS_AFTER_HANG = 20.0
 """Seconds that the other ranks have to end after the hung rank was killed."""
-
-
-class RunningRanks(Protocol):
-    """The ranks of one attempt, started by the fork server or forked from this process."""
-
-    @property
-    def launcher_pid(self) -> int:
-        """The process that forks the ranks."""
-
-    def poll(self, seconds: float) -> bool: ...
-
-    def signal(self, number: int) -> None: ...
-
-    def kill(self) -> None: ...
-
-    def kill_rank(self, rank: int) -> None: ...
-
-    def read_heartbeats(self) -> dict[int, HeartbeatReading]: ...
-
-    def results(self) -> list[Any]: ...
-
-
-class Viewer(Protocol):
-    """Shows the events of an attempt while it runs."""
-
-    def tick(self) -> None: ...
-
-    def show(self, event: dict[str, Any]) -> None: ...
-
-    def close(self) -> None: ...
-
-
-StartAttempt = Callable[[int, int], RunningRanks]
-"""Starts the ranks of an attempt: (attempt number, restart number) -> the running ranks."""
 
 
 def supervise(
@@ -376,7 +343,8 @@ def record_lost_attempts(folder: RunFolder, current: int) -> None:
             ranks = [{"rank": rank, "location": heartbeat.location} for rank, heartbeat in heartbeats.items()]
             message = f"process {lease.get('pid')} on {lease.get('host')} ended without writing an incident"
             step = newest_checkpoint_step(folder)
-            Incident(attempt, "lost", message=message, ranks=ranks, checkpoint_step=step).write(folder)
+            host = str(lease.get("host", "")) if lease.get("job") else ""
+            Incident(attempt, "lost", message=message, ranks=ranks, checkpoint_step=step, host=host).write(folder)
 
 
 def newest_checkpoint_step(folder: RunFolder) -> int:

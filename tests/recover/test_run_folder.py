@@ -18,7 +18,7 @@ from meshwright.launch.job import acquire_lease_or_error, recording_outcome
 from meshwright.observe.report.run_report import build_report
 from meshwright.recover import lease as lease_module
 from meshwright.recover.failures import Failure, RanksFailed
-from meshwright.recover.incidents import Incident, read_incidents
+from meshwright.recover.incidents import Incident, read_heartbeats, read_incidents
 from meshwright.recover.lease import acquire_lease, acquire_next_lease
 from meshwright.recover.supervisor import supervise
 from meshwright.telemetry.events import read_events
@@ -149,7 +149,7 @@ class FakeRanks:
     launcher_pid = 0
 
     def __init__(self, folder: RunFolder, fails: bool) -> None:
-        self.killed, self.fails = False, fails
+        self.folder, self.killed, self.fails = folder, False, fails
         remove(folder, "moved")
 
     def poll(self, seconds: float) -> bool:
@@ -159,6 +159,9 @@ class FakeRanks:
 
     def kill(self) -> None:
         self.killed = True
+
+    def read_heartbeats(self) -> dict:
+        return read_heartbeats(self.folder, 1)
 
     def results(self) -> list[None]:
         raise RanksFailed([Failure(0, "Killed", "rank 0 was killed by signal 9 (SIGKILL)", 8, 0.0)])
@@ -191,7 +194,7 @@ class RanksWithoutDisk(FakeRanks):
     """A rank that trains for a second while its events cannot be written."""
 
     def __init__(self, folder: RunFolder) -> None:
-        self.killed, self.end = False, time.monotonic() + 1.2
+        self.folder, self.killed, self.end = folder, False, time.monotonic() + 1.2
         self.heartbeat = Heartbeat(folder.heartbeat(1, 0))
         self.heartbeat.enter("forward", 3)
         self.heartbeat.set_lost_events(2)

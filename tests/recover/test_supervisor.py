@@ -29,6 +29,11 @@ class EndedRanks:
 
     def kill(self) -> None: ...
 
+    def kill_rank(self, rank: int) -> None: ...
+
+    def read_heartbeats(self) -> dict:
+        return {}
+
     def results(self) -> list[str]:
         if self.number:
             signal.raise_signal(self.number)

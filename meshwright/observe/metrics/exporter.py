@@ -10,7 +10,8 @@ from importlib.util import find_spec
 
 from meshwright.config import MetricsConfig
 from meshwright.errors import ConfigError
-from meshwright.recover.supervisor import RunningRanks, StartAttempt, warn
+from meshwright.recover.running_ranks import RunningRanks, StartAttempt
+from meshwright.recover.supervisor import warn
 from meshwright.telemetry.run_folder import RunFolder
 
 REPORTED = 3

@@ -42,6 +42,8 @@ class Choice(Enum):
     """Connect to the holder of the lease."""
     EXIT = "exit"
     """The job has ended."""
+    BUSY = "busy"
+    """Another job holds the run."""
 
 
 class Election:
@@ -50,18 +52,31 @@ class Election:
     def __init__(self, job: str, token: str, observation: float) -> None:
         """`observation` is how many seconds the counter of a holder may stand still before it counts as dead."""
         self.job, self.token, self.observation = job, token, observation
+        self.yields_until = float("-inf")
+        """Until when this host leaves the lead to others, because it could not reach them."""
         self.seen: tuple[Any, ...] = ()
         self.since = 0.0
         """When what the lease shows last changed (this host's monotonic clock)."""
 
     def decide(self, lease: LeaseView | None, now: float) -> Choice:
+        choice = self._choose(lease, now)
+        return Choice.WAIT if choice is Choice.TAKE and now < self.yields_until else choice
+
+    def step_back(self, now: float) -> None:
+        """This host could not lead: others have the time to notice that, and to take the lease."""
+        self.yields_until = now + 3 * self.observation
+
+    def _choose(self, lease: LeaseView | None, now: float) -> Choice:
         if lease is None:
             return Choice.TAKE
+        advanced = self.seen[:2] == (lease.attempt, lease.token) and self.seen[2] != lease.beats
         if (shown := (lease.attempt, lease.token, lease.beats, lease.outcome)) != self.seen:
             self.seen, self.since = shown, now
         own_job = lease.job == self.job
         if lease.outcome and not own_job:
             return Choice.TAKE
+        if advanced and not own_job:
+            return Choice.BUSY
         if own_job and lease.final:
             return Choice.EXIT
         if own_job and lease.token == self.token:

@@ -10,7 +10,7 @@ from typing import Any
 from meshwright.channel import ChannelError, Connection
 from meshwright.checkpoint.listing import list_published, open_run_store
 from meshwright.errors import MeshwrightError, PeerError, StoppedBySignal
-from meshwright.recover.failures import AttemptResized, Failure, RanksFailed
+from meshwright.recover.failures import HOST_LOST, AttemptResized, Failure, RanksFailed
 from meshwright.recover.hosts.leader import Ended, HostsPolicy, Leader
 from meshwright.recover.hosts.local_ranks import LocalRanks, failure_of_host
 from meshwright.recover.hosts.member import Member
@@ -25,6 +25,13 @@ CHECKPOINT_POLL_SECONDS = 1.0
 """Interval at which a job on fewer hosts looks for a checkpoint at which it can grow."""
 Inbox = queue.SimpleQueue[tuple[Connection, Message | None, float]]
 """Messages of other hosts, each with its connection and the time of its arrival; None: the connection has ended."""
+
+
+class HostsMissing(PeerError):
+    """An attempt cannot start, because too few hosts have joined."""
+
+    def __init__(self, message: str) -> None:
+        super().__init__(message, "try to start a supervisor on every host of the job")
 
 
 class HostRanks:
@@ -79,7 +86,8 @@ class HostRanks:
         elif name is None or name not in self.leader.hosts:
             connection.close()
         elif message["kind"] == "signal":
-            self.received.append(message["signal"])
+            # An engine signals every host: the same request from another host is not a second one.
+            self.received.extend([message["signal"]] if not self.received else [])
         else:
             self.leader.receive(name, message, now)
 
@@ -164,7 +172,7 @@ class HostRanks:
         """The summary of rank 0; raises RanksFailed, AttemptResized, or why the attempt did not start."""
         leader = self.leader
         if leader.failure:
-            raise PeerError(leader.failure, "try to start a supervisor on every host of the job")
+            raise HostsMissing(leader.failure)
         ended = [leader.ended[name] for name in leader.placed]
         for end in ended:
             if "error" in end.outcome:
@@ -174,7 +182,10 @@ class HostRanks:
             return [ended[0].outcome["summary"]]
         if leader.resizing and all(f.error_type == StoppedBySignal.__name__ or f.secondary for f in failures):
             raise AttemptResized(len(leader.placed), leader.policy.hosts)
-        raise RanksFailed(failures)
+        failed = RanksFailed(failures)
+        if failed.first.error_type != HOST_LOST:  # the leader has counted lost hosts
+            leader.blames[failed.first.host] += 1
+        raise failed
 
     def _failures(self, ended: Ended) -> list[Failure]:
         if not ended.lost:
@@ -183,7 +194,7 @@ class HostRanks:
         first = self.leader.placed.index(ended.host) * per_host
         ranks = f"rank {first}" if per_host == 1 else f"ranks {first} to {first + per_host - 1}"
         message = f"host {ended.host} ({ranks}) is lost: {ended.lost}"
-        return [Failure(first, "HostLost", message, 8, ended.time, host=ended.host)]
+        return [Failure(first, HOST_LOST, message, 8, ended.time, host=ended.host)]
 
     def leave(self, error: BaseException | None, summary: Message) -> None:
         """Tells every host how the job has ended."""

@@ -87,6 +87,8 @@ class Leader:
         self.killed_at: float | None = None
         self.failure = ""
         """Why no attempt can start."""
+        self.isolated = False
+        """Whether this host has lost the connection to all others, so that one of them may lead better."""
         self.resizing = False
         """Whether the attempt ends so that the next one uses more hosts."""
 
@@ -125,6 +127,7 @@ class Leader:
             again = known.token != message["token"]
             # A supervisor ends its ranks before it joins again, even if the leader has not noticed that it was away.
             self.lose(name, f"its supervisor {'was started' if again else 'has joined'} again", now)
+        self.isolated = False
         ports = message["control_port"], message["port"]
         self.hosts[name] = Host(name, message["token"], message["address"], *ports, now, message["attempt"])
         self.outbox.append((name, {"kind": "welcome", "attempt": self.attempt}))
@@ -136,6 +139,7 @@ class Leader:
         """A host is lost: its connection has ended, or it is silent."""
         if self.hosts.pop(name, None) is None:
             return
+        self.isolated = len(self.hosts) == 1
         if name in self.placed and name not in self.ended:
             self.blames[name] += 1
             self._end(Ended(name, {}, reason, now), now)
@@ -227,16 +231,16 @@ class Leader:
             self._place(idle, self.policy.hosts)
         elif waited >= patience and (size := self._size(len(idle))):
             self._place(idle, size)
-        elif waited >= self.policy.form_timeout:
-            self.failure = self._missing(idle)
+        elif waited >= self.policy.form_timeout or (self.isolated and waited >= self.policy.host_timeout):
+            self.failure = self._missing(idle, waited)
 
-    def _missing(self, idle: list[str]) -> str:
+    def _missing(self, idle: list[str], waited: float) -> str:
         joined = f"{len(idle)} of {self.policy.hosts} host(s) are ready ({', '.join(sorted(idle)) or 'none'})"
         fewer = [size for size in range(len(idle), 0, -1) if size >= self.policy.min_hosts]
         reasons = "; ".join(f"{size} host(s): {self.policy.refusal(size)}" for size in fewer[:3])
         if not reasons and self.policy.min_hosts > len(idle):
             reasons = f"launch.min_hosts is {self.policy.min_hosts}"
-        return f"{joined} after {self.policy.form_timeout:g} s" + (f"; {reasons}" if reasons else "")
+        return f"{joined} after {waited:.0f} s" + (f"; {reasons}" if reasons else "")
 
     def _place(self, idle: list[str], size: int) -> None:
         """The own host first, so that rank 0 is beside the leader; then the hosts that ended the fewest attempts, in

@@ -20,7 +20,7 @@ from meshwright.recover.hosts.member import (
 )
 from meshwright.recover.hosts.messages import Message
 from meshwright.recover.hosts.rank_readings import RankReadings
-from meshwright.recover.supervisor import RunningRanks
+from meshwright.recover.running_ranks import RunningRanks
 from meshwright.telemetry.run_folder import RunFolder
 from meshwright.topology.placement import Placement
 

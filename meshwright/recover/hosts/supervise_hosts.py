@@ -17,15 +17,24 @@ from typing import Any
 
 from meshwright.channel import ChannelError, Connection, Listener, connect, mac
 from meshwright.config import LaunchConfig
-from meshwright.errors import BusyError, ConfigError, MeshwrightError, StoppedBeforeStart
+from meshwright.errors import BusyError, ConfigError, KilledBySignal, MeshwrightError, StoppedBeforeStart
 from meshwright.recover.hosts.election import Choice, Election, LeaseView
-from meshwright.recover.hosts.host_ranks import POLL_SECONDS, HostRanks, Inbox, take
+from meshwright.recover.hosts.host_ranks import POLL_SECONDS, HostRanks, HostsMissing, Inbox, take
 from meshwright.recover.hosts.leader import HostsPolicy
 from meshwright.recover.hosts.local_ranks import LocalLauncher, LocalRanks
 from meshwright.recover.hosts.member import LeaveJob, Member
 from meshwright.recover.hosts.messages import MAX_MESSAGE_BYTES, acknowledgement, decode_message, encode_message
-from meshwright.recover.lease import OBSERVATION_SECONDS, Lease, host_name, process_token, take_lease, view_newest_lease
-from meshwright.recover.supervisor import StartAttempt, Viewer, received_signals, supervise, warn
+from meshwright.recover.lease import (
+    OBSERVATION_SECONDS,
+    Lease,
+    host_name,
+    process_token,
+    raise_if_held,
+    take_lease,
+    view_newest_lease,
+)
+from meshwright.recover.running_ranks import StartAttempt, Viewer
+from meshwright.recover.supervisor import received_signals, supervise, warn
 from meshwright.telemetry.run_folder import RunFolder
 
 ADDRESS_VARIABLE = "MESHWRIGHT_HOST_ADDRESS"
@@ -40,6 +49,10 @@ class JobEnded(MeshwrightError):
     def __init__(self, exit_code: int, reason: str) -> None:
         super().__init__(reason or "the job has ended on the host that leads it")
         self.exit_code = exit_code
+
+
+class SteppedBack(MeshwrightError):
+    """This host could not lead, and leaves that to others for a while."""
 
 
 def host_address() -> str:
@@ -88,30 +101,40 @@ class HostSupervisor:
         self.inbox: Inbox = queue.SimpleQueue()
         self.listener = Listener(self.address, self.secret, self._serve)
         self.local = LocalRanks(self.folder, self.launcher, self.launch.hang_timeout)
-        self.leading = False
+        self.leading = self.stepped_back = False
 
     def run(self) -> Any:
         """Returns the summary of the job; raises what ended it."""
-        election = Election(self.job, self.token, self.observation)
+        self.election = election = Election(self.job, self.token, self.observation)
         told = ""
         try:
             while True:
-                lease = view_newest_lease(self.folder)
+                try:
+                    lease = view_newest_lease(self.folder)
+                except OSError as error:
+                    told = self._tell(f"the run folder cannot be read: {error.strerror}", told)
+                    time.sleep(SEEK_SECONDS)
+                    continue
                 match election.decide(lease, time.monotonic()):
                     case Choice.EXIT:
                         return self._ended(lease)
+                    case Choice.BUSY:
+                        raise_if_held(self.folder, self.observation)
                     case Choice.TAKE:
                         if (taken := self._take(lease)) is not None:
                             try:
                                 return self._lead(taken)
                             except BusyError as error:  # another host has taken over meanwhile
                                 warn(f"{error.message}; this host follows it")
+                            except SteppedBack as error:
+                                warn(f"{error.message}; another host may lead")
                     case Choice.JOIN:
                         assert lease is not None
                         if (outcome := self._follow(lease)) is not None:
                             return outcome.get("summary") or {}
                     case Choice.WAIT:
-                        told = self._tell_waiting(lease, told)
+                        holder = f" of attempt {lease.attempt}" if lease is not None else ""
+                        told = self._tell(f"waiting for the leader{holder}, which has ended or is silent", told)
                 if self.received:
                     raise StoppedBeforeStart(self.received[0])
                 time.sleep(SEEK_SECONDS * (0.5 + secrets.randbelow(1000) / 1000))
@@ -119,11 +142,11 @@ class HostSupervisor:
             self.local.end()
             self.listener.close()
 
-    def _tell_waiting(self, lease: LeaseView | None, told: str) -> str:
-        holder = f"attempt {lease.attempt}" if lease is not None else ""
-        if holder != told:
-            warn(f"waiting for the holder of {holder}: it has ended, or does not answer")
-        return holder
+    def _tell(self, message: str, told: str) -> str:
+        """Warns, unless the message before was the same."""
+        if message != told:
+            warn(f"host {self.name}: {message}")
+        return message
 
     def _ended(self, lease: LeaseView | None) -> Any:
         assert lease is not None
@@ -157,12 +180,20 @@ class HostSupervisor:
                 **self.options,
             )
             return summary
+        except HostsMissing as missing:
+            error = missing
+            # The other hosts may see each other: they get the chance to lead, once.
+            if self.stepped_back and not ranks.leader.previous:
+                raise
+            self.stepped_back, error = True, SteppedBack(missing.message)
+            self.election.step_back(time.monotonic())
+            raise error from None
         except BaseException as raised:
             error = raised
             raise
         finally:
             self.leading = False
-            if not isinstance(error, BusyError):
+            if not isinstance(error, BusyError | SteppedBack):
                 ranks.leave(error, summary if isinstance(summary, dict) else {})
             for connection in ranks.connections.values():
                 connection.close()
@@ -208,6 +239,8 @@ class HostSupervisor:
             member.tick(time.monotonic(), self.local.read)
             if len(self.received) > forwarded:
                 forwarded += 1
+                if forwarded > 1:
+                    raise KilledBySignal(self.received[-1])
                 member.outbox.append({"kind": "signal", "signal": self.received[forwarded - 1]})
                 leave_at = min(leave_at, time.monotonic() + self.launch.grace_period + self.launch.host_timeout)
             try:

@@ -156,7 +156,7 @@ class Invariants:
         if found == {0}:
             self._check_samples()
         leases = len(cluster.store.leases)
-        bound = 4 + 4 * self.faults
+        bound = 4 + 4 * self.faults + 2 * len(cluster.hosts)
         self.expect(leases <= bound, BOUNDED, f"{leases} attempts after {self.faults} faults")
         messages = 20 + 6 * len(cluster.hosts) * (cluster.loop.now + 10)
         sent = cluster.network.messages

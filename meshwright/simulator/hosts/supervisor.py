@@ -12,14 +12,14 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.channel import ChannelError
-from meshwright.errors import BusyError, MeshwrightError, PeerError, RestartsExhausted, StoppedBeforeStart
+from meshwright.errors import BusyError, MeshwrightError, PeerError, StoppedBeforeStart
 from meshwright.recover.failures import AttemptResized, RanksFailed
 from meshwright.recover.hosts.election import Choice, Election, LeaseView
-from meshwright.recover.hosts.host_ranks import POLL_SECONDS, HostRanks, Inbox, take
+from meshwright.recover.hosts.host_ranks import POLL_SECONDS, HostRanks, HostsMissing, Inbox, take
 from meshwright.recover.hosts.local_ranks import LocalRanks
 from meshwright.recover.hosts.member import FENCE_FRACTION, Member
 from meshwright.recover.hosts.messages import Message, encode_message
-from meshwright.recover.hosts.supervise_hosts import CONNECT_SECONDS, SEEK_SECONDS
+from meshwright.recover.hosts.supervise_hosts import CONNECT_SECONDS, SEEK_SECONDS, SteppedBack
 from meshwright.recover.incidents import Incident, assign_verdict
 from meshwright.recover.supervisor import CHECK_INTERVAL, SECONDS_AFTER_HANG, GracePeriodExpired, raise_if_final
 from meshwright.simulator.hosts.events import FOREVER, HostClock, Process, ProcessKilled, Wait
@@ -62,6 +62,7 @@ class SimulatedSupervisor:
         self.local = LocalRanks(RunFolder(Path("/nowhere")), self, self.scenario.hang_timeout, clock)
         self.leading: SimulatedHostRanks | None = None
         self.member: Member | None = None
+        self.stepped_back = False
         self.beating = 0
         """The attempt whose beat counter this process advances, or 0."""
         self.exit_code: int | None = None
@@ -121,7 +122,7 @@ class SimulatedSupervisor:
         self.cluster.supervisor_ended(self)
 
     def _run(self) -> Steps:
-        election = Election(JOB, self.token, self.scenario.observation)
+        self.election = election = Election(JOB, self.token, self.scenario.observation)
         while True:
             yield from self.use_store()
             lease = self.cluster.store.view_newest_lease()
@@ -136,13 +137,13 @@ class SimulatedSupervisor:
                         try:
                             yield from self._lead(taken)
                             return
-                        except BusyError as error:
+                        except (BusyError, SteppedBack) as error:
                             self.loop.note(self.host, f"follows: {error.message}")
                 case Choice.JOIN:
                     assert lease is not None
                     if (yield from self._follow(lease)):
                         return
-                case Choice.WAIT:
+                case Choice.WAIT | Choice.BUSY:
                     pass
             if self.received:
                 self.left_alone = True
@@ -274,10 +275,15 @@ class SimulatedSupervisor:
         error: MeshwrightError | None = None
         try:
             yield from self._run_attempts(ranks, lease)
+        except HostsMissing as missing:
+            error = missing
+            if not self.stepped_back or ranks.leader.previous:
+                self.stepped_back, error = True, SteppedBack(missing.message)
+                self.election.step_back(self.clock())
         except MeshwrightError as raised:
             error = raised
         self.leading, self.beating = None, 0
-        if not isinstance(error, BusyError):
+        if not isinstance(error, BusyError | SteppedBack):
             ranks.leave(error, {})
         for connection in ranks.connections.values():
             connection.close()
@@ -451,4 +457,3 @@ class SimulatedExit(PeerError):
         self.exit_code = exit_code
 
 
-__all__ = ["RestartsExhausted", "SimulatedSupervisor"]

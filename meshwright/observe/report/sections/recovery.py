@@ -93,6 +93,7 @@ def reason_of(attempt: AttemptHistory) -> str:
         return ""
     place = f"rank {incident.rank} {incident.when}" if incident.rank is not None else incident.when
     place += f", {incident.phase}" if incident.phase else ""
+    place = f"host {incident.host}, {place}" if incident.host else place
     lines = incident.message.splitlines()
     verdict = f" ({incident.verdict})" if incident.verdict else ""
     return f"{place}: {lines[0][:300] if lines else incident.outcome}{verdict}"
