@@ -57,9 +57,8 @@ class Cluster:
         self.instants = 0
         self.kill_at_instants: set[int] = set()
         """The instants of the leaders' protocol at which the leader is killed."""
-        self.on_leader_killed: Callable[[SimulatedHost], None] = lambda host: None
-        self.healed_at = 0.0
-        """When the last fault was over."""
+        self.pause_before_publication = 0.0
+        """For how many seconds the host of rank 0 stops before it publishes the next checkpoint."""
         self.invariants = Invariants(self)
         for name in scenario.names:
             rate = 1.0 + loop.random.uniform(-scenario.clock_rate, scenario.clock_rate)
@@ -135,6 +134,9 @@ class Cluster:
             host.disturbed_until = self.loop.now + 1.0
             if stopped_ranks is not None:
                 stopped_ranks.paused = False
+                for call in stopped_ranks.on_resume:
+                    self.loop.after(self.loop.random.uniform(0.0, 0.3), call)
+                stopped_ranks.on_resume.clear()
             if stopped_supervisor is not None:
                 stopped_supervisor.process.continue_()
 
@@ -176,7 +178,6 @@ class Cluster:
         if self.instants in self.kill_at_instants:
             self.kill_at_instants.discard(self.instants)
             self.kill_supervisor(supervisor.host)
-            self.on_leader_killed(self.hosts[supervisor.host])
 
     # Ranks.
 
@@ -202,6 +203,13 @@ class Cluster:
     def group_restored(self, group: RankGroup) -> None:
         self.loop.note(f"attempt {group.attempt}", f"restores step {group.step}")
         self.invariants.restored(group)
+
+    def fence_passed(self, group: RankGroup) -> None:
+        """Rank 0 has found that its attempt holds the lease: a fault may stop its host before it publishes."""
+        if self.pause_before_publication:
+            seconds, self.pause_before_publication = self.pause_before_publication, 0.0
+            self.loop.note(group.coordinator.host, f"stops for {seconds:.1f} s before it publishes")
+            self.loop.after(seconds, self.pause(group.coordinator.host, True, True))
 
     def group_of(self, attempt: int) -> RankGroup | None:
         return self.group_by_attempt.get(attempt)

@@ -13,7 +13,7 @@ Wait = tuple[float, bool]
 """Until when a process sleeps (clock of its host), and whether an arriving message wakes it sooner."""
 Body = Iterator[Wait]
 FOREVER = float("inf")
-MAX_EVENTS = 500_000
+MAX_EVENTS = 60_000
 """Events after which a loop is taken for endless."""
 
 

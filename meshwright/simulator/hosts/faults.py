@@ -174,6 +174,17 @@ def end_slowly(cluster: Cluster, random: Random) -> Heal:
     return heal
 
 
+def pause_before_publication(cluster: Cluster, random: Random) -> Heal:
+    """The host of rank 0 stops between the check of the fence and the publication, often until others take over."""
+    scenario = cluster.scenario
+    cluster.pause_before_publication = random.uniform(1.0, 2.0 * (scenario.host_timeout + scenario.observation))
+
+    def heal() -> None:
+        cluster.pause_before_publication = 0.0
+
+    return heal
+
+
 FAULTS: dict[str, Callable[[Cluster, Random], Heal]] = {
     "lose power": lose_power,
     "kill supervisor": kill_supervisor,
@@ -188,6 +199,7 @@ FAULTS: dict[str, Callable[[Cluster, Random], Heal]] = {
     "separate from store": separate_from_store,
     "store outage": store_outage,
     "pause": pause_processes,
+    "pause before publication": pause_before_publication,
     "break connection": break_connection,
     "end slowly": end_slowly,
 }

@@ -9,12 +9,14 @@ from meshwright.simulator.hosts.events import MAX_EVENTS
 from meshwright.simulator.hosts.store import manifest_of
 
 if TYPE_CHECKING:
+    from meshwright.checkpoint.listing import CheckpointEntry
     from meshwright.simulator.hosts.cluster import Cluster
     from meshwright.simulator.hosts.supervisor import SimulatedSupervisor
     from meshwright.simulator.hosts.training import RankGroup, SimulatedRanks
 
 ONE_WRITER = "one writer"
 EXACTLY_ONCE = "every sample exactly once"
+INHERITED = "published checkpoints are inherited"
 ONE_ATTEMPT = "one attempt per process group and host"
 DETECTION = "a lost host is detected in time"
 FENCED_RANKS = "ranks of a silent host end before others replace them"
@@ -30,10 +32,6 @@ clocks differ by 1 %.
 """
 SETTLE_SECONDS = 240.0
 """Seconds after the last fault within which a job ends, beyond the time of its training."""
-
-
-class Violated(Exception):
-    """An invariant does not hold."""
 
 
 @dataclass(frozen=True)
@@ -54,9 +52,9 @@ class Invariants:
     def __init__(self, cluster: Cluster) -> None:
         self.cluster = cluster
         self.violations: list[Violation] = []
-        self.detection_seconds: list[float] = []
         self.watched: set[tuple[str, str, int]] = set()
         self.faults = 0
+        self.counted: list[CheckpointEntry] = []
         cluster.store.on_change.append(self.check_store)
 
     def violation(self, invariant: str, message: str) -> None:
@@ -75,7 +73,12 @@ class Invariants:
         attempts = [lease.attempt for lease in store.leases]
         self.expect(attempts == list(range(1, len(attempts) + 1)), ONE_LEASE, f"attempts {attempts}")
         parent, step = "", 0
-        for entry in reversed(store.list_published()):
+        counted = store.list_published()
+        names = {entry.name for entry in counted}
+        lost = [e.name for e in self.counted if e.name not in names and manifest_of(e).time < store.leases[-1].listed]
+        self.expect(not lost, INHERITED, f"attempt {attempts[-1:]} does not inherit {', '.join(lost)}")
+        self.counted = counted
+        for entry in reversed(counted):
             manifest = manifest_of(entry)
             chained = manifest.parent == parent and manifest.first_step == step and manifest.step > step
             self.expect(chained, ONE_WRITER, f"{entry.name} follows {manifest.parent or 'none'}, not {parent or 'none'}")

@@ -106,7 +106,7 @@ class Schedule:
 
     def _over(self) -> None:
         self.pending -= 1
-        self.healed_at = self.cluster.healed_at = self.loop.now
+        self.healed_at = self.loop.now
         if not self.pending:  # what runs the supervisors starts those again that a fault at an instant has killed
             for name in self.cluster.hosts:
                 if self.cluster.hosts[name].supervisor is not None:

@@ -30,6 +30,8 @@ class StoredLease:
     inherited: dict[str, str]
     time: float
     """When it was published (virtual time)."""
+    listed: float = 0.0
+    """When its holder listed the checkpoints that it inherits."""
 
 
 @dataclass(frozen=True)

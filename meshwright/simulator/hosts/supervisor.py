@@ -163,10 +163,10 @@ class SimulatedSupervisor:
 
     def _publish_lease(self, attempt: int, restart: int) -> Steps:
         """`publish_if_free`."""
-        inherited = self.cluster.inherited()
+        inherited, listed = self.cluster.inherited(), self.loop.now
         yield from self.use_store()
         address = f"{self.host}:{self.port}"
-        lease = StoredLease(attempt, restart, self.token, self.host, JOB, address, inherited, self.loop.now)
+        lease = StoredLease(attempt, restart, self.token, self.host, JOB, address, inherited, self.loop.now, listed)
         published = self.cluster.store.publish_lease(lease)
         self.instant()
         return lease if published else None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from meshwright.errors import BusyError, PeerError, StoppedBySignal
@@ -25,6 +26,8 @@ class SimulatedRanks:
         self.ended_at: float | None = None
         self.failure: Failure | None = None
         self.paused = False
+        self.on_resume: list[Callable[[], None]] = []
+        """What these ranks do as soon as they continue."""
         self.killed = False
         self.ready = False
         """Whether the ranks have reached the rendezvous."""
@@ -219,20 +222,25 @@ class RankGroup:
     def _check_fence(self, step: int, last: bool) -> None:
         """As the saver does before it publishes (`CheckpointSaver._publish`)."""
         rank0 = self.coordinator
-        if not rank0.runs or not self._wait_for(self._coordinator_can_write(), self._check_fence, step, last):
+        if not rank0.runs or not self._coordinator_can_write(lambda: self._check_fence(step, last)):
             return
         if (newest := self.cluster.store.fence().attempt) > self.attempt:
             rank0.fail(BusyError(f"attempt {newest} has taken over the run"))
             return
         delay = self.loop.random.uniform(0.0, self.cluster.scenario.publish_seconds)
         self.loop.after(delay, self._publish, step, last)
+        self.cluster.fence_passed(self)
 
-    def _coordinator_can_write(self) -> bool:
-        return not self.coordinator.paused and self._reaches_store()
+    def _coordinator_can_write(self, again: Callable[[], None]) -> bool:
+        """Whether rank 0 can use the store now; otherwise it does `again` when it can."""
+        if self.coordinator.paused:
+            self.coordinator.on_resume.append(again)
+            return False
+        return self._wait_for(self._reaches_store(), again)
 
     def _publish(self, step: int, last: bool) -> None:
         """A rank that was paused in between publishes late: the lease of a later attempt does not inherit that."""
-        if not self.coordinator.runs or not self._wait_for(self._coordinator_can_write(), self._publish, step, last):
+        if not self.coordinator.runs or not self._coordinator_can_write(lambda: self._publish(step, last)):
             return
         digest = self.cluster.store.publish_checkpoint(self.attempt, step, self.parent, self.saved_step)
         self.saving = False
