@@ -23,6 +23,7 @@ from benchmarks import (
     recovery,
     sampler,
     sampling,
+    scale,
     throughput,
     tokenization,
     traces,
@@ -61,6 +62,7 @@ BENCHMARKS = (
     "weights",
     "sampling",
     "recovery",
+    "scale",
     "traces",
 )
 
@@ -109,6 +111,8 @@ def main() -> None:
         result["readers"] = readers.measure()
     if "recovery" in args.only:
         result["recovery"] = recovery.measure()
+    if "scale" in args.only:
+        result["scale"] = scale.measure()
     if "traces" in args.only:
         result["traces"] = traces.measure()
     result["targets"] = targets(result)

@@ -29,6 +29,8 @@ class SimulatedHost:
     """The ranks that run, or ran last."""
     slow_kill: float = 0.0
     """Additional seconds that killed processes take to end."""
+    without_store_until: float = 0.0
+    """Until when a leader on this host waits for the store, and does not look at the other hosts."""
     disturbed_until: float = 0.0
     """Until when a pause or a slow kill excuses ranks of this host that end late."""
 
@@ -54,6 +56,10 @@ class Cluster:
         self.groups: dict[tuple[str, int], RankGroup] = {}
         self.group_by_attempt: dict[int, RankGroup] = {}
         self.supervisors: list[SimulatedSupervisor] = []
+        self.started_at: dict[int, float] = {}
+        """When the last ranks of each attempt started."""
+        self.restored_at: dict[int, float] = {}
+        """When each attempt had restored its checkpoint."""
         self.instants = 0
         self.kill_at_instants: set[int] = set()
         """The instants of the leaders' protocol at which the leader is killed."""
@@ -166,7 +172,7 @@ class Cluster:
         return next(found, None)
 
     def _before_send(self, process: Process) -> None:
-        leader = self.leader
+        leader = self.leader if self.kill_at_instants else None
         if leader is not None and leader.process is process:
             self.instant(leader)
 
@@ -192,6 +198,7 @@ class Cluster:
         self.invariants.ranks_join(ranks, group)
         group.join(ranks)
         self.hosts[ranks.host].ranks = ranks
+        self.started_at[ranks.attempt] = self.loop.now
         self.loop.note(ranks.host, f"starts ranks of attempt {ranks.attempt} on {', '.join(placement.hosts)}")
         return group
 
@@ -202,6 +209,7 @@ class Cluster:
 
     def group_restored(self, group: RankGroup) -> None:
         self.loop.note(f"attempt {group.attempt}", f"restores step {group.step}")
+        self.restored_at[group.attempt] = self.loop.now
         self.invariants.restored(group)
 
     def fence_passed(self, group: RankGroup) -> None:

@@ -29,7 +29,7 @@ class EventLoop:
         self.random = Random(seed)
         self.heap: list[tuple[float, int, Callable[..., None], tuple[Any, ...]]] = []
         self.numbers = count()
-        self.events = 0
+        self.events, self.max_events = 0, float(MAX_EVENTS)
         self.trace: list[str] | None = None
         """What happened, one line each; None: it is not recorded."""
 
@@ -43,7 +43,7 @@ class EventLoop:
     def run(self, until: float, done: Callable[[], bool]) -> None:
         """Runs until `done`, which is asked after every event, or until no event is left before `until`."""
         heap = self.heap
-        while heap and heap[0][0] <= until and self.events < MAX_EVENTS:
+        while heap and heap[0][0] <= until and self.events < self.max_events:
             self.now, _, call, args = heappop(heap)
             self.events += 1
             call(*args)
@@ -82,6 +82,8 @@ class Process:
         """Whether it should have woken while it was paused."""
         self.wakes_on_message = False
         self.version = 0
+        self.collects = 0.0
+        """Seconds for which it lets messages arrive before it handles them."""
         self.backlog: list[Callable[[], None]] = []
         """What arrived while it was paused."""
         loop.after(0.0, self._resume, 0)
@@ -111,7 +113,7 @@ class Process:
         if self.wakes_on_message and self.alive:
             self.wakes_on_message = False
             self.version += 1
-            self.loop.at(self.loop.now, self._resume, self.version)
+            self.loop.after(self.collects, self._resume, self.version)
 
     def receive(self, call: Callable[[], None]) -> None:
         """Runs `call` in a thread of this process: at once, or when it continues."""

@@ -127,12 +127,14 @@ def delay_messages(cluster: Cluster, random: Random) -> Heal:
 def cut_store(cluster: Cluster, names: list[str]) -> Heal:
     for name in names:
         cluster.store.unavailable[name] = cluster.store.unavailable.get(name, 0) + 1
+        cluster.hosts[name].without_store_until = float("inf")
 
     def heal() -> None:
         for name in names:
             cluster.store.unavailable[name] -= 1
             if not cluster.store.unavailable[name]:
                 del cluster.store.unavailable[name]
+                cluster.hosts[name].without_store_until = cluster.loop.now + 1.0
 
     return heal
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from meshwright.simulator.hosts.events import MAX_EVENTS
 from meshwright.simulator.hosts.store import manifest_of
 
 if TYPE_CHECKING:
@@ -119,7 +118,7 @@ class Invariants:
     def _check_detected(self, leader: SimulatedSupervisor, lost: SimulatedSupervisor, since: float) -> None:
         still_leads = leader.process.alive and leader.leading is not None and self.cluster.leader is leader
         host = self.cluster.hosts[leader.host]
-        if not still_leads or leader.leading is None or host.disturbed_until > since:
+        if not still_leads or leader.leading is None or max(host.disturbed_until, host.without_store_until) > since:
             return
         known = leader.leading.leader.hosts.get(lost.host)
         found = known is None or known.token != lost.token
@@ -138,7 +137,8 @@ class Invariants:
                 ranks = host.ranks
                 running = ranks is not None and ranks.runs and ranks.attempt == leader.attempt
                 self.expect(excused or not running, FENCED_RANKS, f"{name} still runs attempt {leader.attempt}")
-        sent = max((len(s.member.sent) for s in self.cluster.supervisors if s.member is not None), default=0)
+        members = (s.member for s in self.cluster.supervisors[-64:])
+        sent = max((len(member.sent) for member in members if member is not None), default=0)
         self.expect(sent <= leader.policy.host_timeout + 5, BOUNDED, f"{sent} beats are not acknowledged")
 
     # The end.
@@ -146,7 +146,7 @@ class Invariants:
     def check_end(self, expected: set[int], deadline: float) -> None:
         """The job has ended everywhere, in the same way, and every sample was trained once."""
         cluster = self.cluster
-        self.expect(cluster.loop.events < MAX_EVENTS, BOUNDED, f"{cluster.loop.events} events")
+        self.expect(cluster.loop.events < cluster.loop.max_events, BOUNDED, f"{cluster.loop.events} events")
         if not cluster.has_ended:
             alive = [s.token for s in cluster.supervisors if s.process.alive]
             self.violation(LIVENESS, f"{', '.join(alive)} still run at {deadline:.0f} s")

@@ -27,7 +27,7 @@ class Network:
         self.extra: dict[Path, float] = {}
         """Additional delay of a path."""
         self.ends: list[SimulatedConnection] = []
-        self.messages = 0
+        self.kept = self.messages = 0
         self.before_send: Callable[[Process], None] = lambda process: None
         """Called before a process sends a message: a fault may kill it there."""
 
@@ -59,7 +59,9 @@ class Network:
         near = SimulatedConnection(self, (client, server), client_process, client_inbox)
         far = SimulatedConnection(self, (server, client), process, inbox)
         near.peer, far.peer = far, near
-        self.ends = [end for end in self.ends if not end.is_gone]
+        if len(self.ends) > 2 * self.kept + 16:
+            self.ends = [end for end in self.ends if not end.is_gone]
+            self.kept = len(self.ends)
         self.ends += [near, far]
         return near
 

@@ -46,6 +46,9 @@ class Scenario:
     supervisor_start_seconds: float = 2.0
     """From the start of a supervisor, or from its kill, to its first look at the lease."""
 
+    poll_seconds: float = 0.0
+    """How long a leader collects messages before it handles them; for many hosts."""
+
     @property
     def names(self) -> list[str]:
         return [f"h{index}" for index in range(self.hosts + self.spares)]

@@ -69,6 +69,7 @@ class SimulatedSupervisor:
         self.left_alone = False
         """Whether a signal ended this supervisor while it had no leader that it could tell."""
         self.process = Process(self.loop, clock, self._main(), self._crashed)
+        self.process.collects = self.scenario.poll_seconds
 
     # What the protocol classes call.
 
