@@ -14,7 +14,6 @@ from meshwright.simulator.hosts.scenario import Scenario
 from meshwright.simulator.hosts.store import SharedStore
 from meshwright.simulator.hosts.supervisor import SimulatedSupervisor
 from meshwright.simulator.hosts.training import RankGroup, SimulatedRanks
-from meshwright.topology.placement import Placement
 
 
 @dataclass
@@ -50,7 +49,7 @@ class Cluster:
             scenario.host_timeout,
             scenario.form_timeout,
             scenario.grow,
-            lambda hosts: "",
+            lambda _hosts: "",
         )
         self.hosts: dict[str, SimulatedHost] = {}
         self.groups: dict[tuple[str, int], RankGroup] = {}
@@ -70,7 +69,7 @@ class Cluster:
             rate = 1.0 + loop.random.uniform(-scenario.clock_rate, scenario.clock_rate)
             self.hosts[name] = SimulatedHost(name, HostClock(loop, loop.random.uniform(0.0, 1e5), rate))
 
-    def _latency(self, path: NetworkPath) -> float:
+    def _latency(self, _path: NetworkPath) -> float:
         return self.scenario.latency + self.scenario.jitter * self.loop.random.random()
 
     # Supervisors.

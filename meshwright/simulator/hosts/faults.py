@@ -143,7 +143,7 @@ def separate_from_store(cluster: Cluster, random: Random) -> Heal:
     return cut_store(cluster, [draw_host(cluster, random)])
 
 
-def store_outage(cluster: Cluster, random: Random) -> Heal:
+def store_outage(cluster: Cluster, _random: Random) -> Heal:
     return cut_store(cluster, sorted(cluster.hosts))
 
 

@@ -26,8 +26,8 @@ BOUNDED = "bounded attempts and messages"
 NO_ERROR = "no unexpected error"
 
 DETECTION_SLACK = 2.5
-"""Seconds beyond `host_timeout` in which a lost host is found: the last beat may be a second old, messages take time, and
-clocks differ by 1 %.
+"""Seconds beyond `host_timeout` in which a lost host is found: the last beat may be a second old, messages take time,
+and clocks differ by 1 %.
 """
 SETTLE_SECONDS = 240.0
 """Seconds after the last fault within which a job ends, beyond the time of its training."""
@@ -80,7 +80,9 @@ class Invariants:
         for entry in reversed(counted):
             manifest = manifest_of(entry)
             chained = manifest.parent == parent and manifest.first_step == step and manifest.step > step
-            self.expect(chained, ONE_WRITER, f"{entry.name} follows {manifest.parent or 'none'}, not {parent or 'none'}")
+            self.expect(
+                chained, ONE_WRITER, f"{entry.name} follows {manifest.parent or 'none'}, not {parent or 'none'}"
+            )
             parent, step = manifest.digest, manifest.step
             late = [lease.attempt for lease in store.leases[entry.attempt :] if lease.time < manifest.time]
             self.expect(not late, ONE_WRITER, f"{entry.name} counts, but attempt {late[:1]} had the lease before")

@@ -28,7 +28,7 @@ class Network:
         """Additional delay of a path."""
         self.ends: list[SimulatedConnection] = []
         self.kept = self.messages = 0
-        self.before_send: Callable[[Process], None] = lambda process: None
+        self.before_send: Callable[[Process], None] = lambda _process: None
         """Called before a process sends a message: a fault may kill it there."""
 
     def is_open(self, sender: str, receiver: str) -> bool:
@@ -118,7 +118,9 @@ class SimulatedConnection(Connection):
         if self.peer.broken:  # lost in flight
             return
         if not self.process.alive:
-            if payload is not None and self.peer.open and not self.broken:  # a host that runs refuses data for a process that has ended
+            if (
+                payload is not None and self.peer.open and not self.broken
+            ):  # a host that runs refuses data for a process that has ended
                 self.network.loop.after(self.network.delay(self.path), self.peer.see_end)
             return
         self.process.receive(lambda: self._receive(payload))

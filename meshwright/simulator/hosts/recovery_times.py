@@ -37,7 +37,8 @@ def measure_recovery(hosts: int, lost: str, scenario: Scenario, seed: int = 0) -
     loop.run(limit, lambda: 1 in cluster.restored_at)
     first, leader = cluster.store.leases[0], cluster.leader
     group = cluster.group_of(1)
-    assert leader is not None and group is not None
+    assert leader is not None
+    assert group is not None
     others = [name for name in group.placement.hosts if name != leader.host]
     victim = others[0] if lost == LOST and others else leader.host
     loop.run(loop.now + loop.random.uniform(1.0, 2.0), lambda: False)

@@ -1,5 +1,5 @@
-"""The supervisor of a simulated host: the loops of `supervise_hosts` and `run_attempts` around the real protocol classes,
-as a generator that yields where those sleep. Torch-free.
+"""The supervisor of a simulated host: the loops of `supervise_hosts` and `run_attempts` around the real protocol
+classes, as a generator that yields where those sleep. Torch-free.
 """
 
 from __future__ import annotations
@@ -73,7 +73,7 @@ class SimulatedSupervisor:
 
     # What the protocol classes call.
 
-    def start(self, attempt: int, restart: int, placement: Placement | None = None) -> SimulatedRanks:
+    def start(self, attempt: int, restart: int, placement: Placement | None = None) -> SimulatedRanks:  # noqa: ARG002
         """Starts the ranks of this host (`LocalLauncher`)."""
         assert placement is not None
         return SimulatedRanks(self.cluster, self.host, self.token, attempt, placement)
@@ -309,7 +309,7 @@ class SimulatedSupervisor:
                 return
             except RanksFailed as failed:
                 yield from self._raise_if_lost(lease)
-                incident = self._incident(ranks, lease, failed, history)
+                incident = self._incident(lease, failed, history)
                 history.append(incident)
                 if self.received:
                     failed.exit_code = 128 + self.received[0]
@@ -326,9 +326,7 @@ class SimulatedSupervisor:
             except MeshwrightError as error:
                 yield from self._raise_if_lost(lease)
                 outcome = "stopped" if isinstance(error, (StoppedBeforeStart, GracePeriodExpired)) else "failed"
-                store.write_incident(
-                    Incident(lease.attempt, outcome, message=str(error), exit_code=error.exit_code)
-                )
+                store.write_incident(Incident(lease.attempt, outcome, message=str(error), exit_code=error.exit_code))
                 self.instant()
                 raise
             self.instant()
@@ -338,9 +336,7 @@ class SimulatedSupervisor:
                 raise BusyError("another host has taken over the run")
             lease = taken
 
-    def _incident(
-        self, ranks: SimulatedHostRanks, lease: StoredLease, failed: RanksFailed, history: list[Incident]
-    ) -> Incident:
+    def _incident(self, lease: StoredLease, failed: RanksFailed, history: list[Incident]) -> Incident:
         cause, group = failed.first, self.cluster.group_of(lease.attempt)
         formed = group is not None and group.formed
         step = group.step if group is not None and formed else None
@@ -456,5 +452,3 @@ class SimulatedExit(PeerError):
     def __init__(self, exit_code: int) -> None:
         super().__init__(f"exit code {exit_code}")
         self.exit_code = exit_code
-
-

@@ -1,4 +1,4 @@
-"""Simulated ranks: they form a process group, train step by step, and save checkpoints through the fence. Torch-free."""
+"""Simulated ranks: they form a process group, train, and save checkpoints through the fence. Torch-free."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class SimulatedRanks:
             self.ready = True
             self.group.form()
 
-    def poll(self, seconds: float) -> bool:
+    def poll(self, seconds: float) -> bool:  # noqa: ARG002
         return not self.runs
 
     def signal(self, number: int) -> None:
@@ -63,7 +63,7 @@ class SimulatedRanks:
             failure = Failure(self.placement.first_rank, "Killed", "was killed by signal 9 (SIGKILL)", 8, NOW)
             self.cluster.loop.after(self.cluster.kill_seconds(self.host), self.end, failure)
 
-    def kill_rank(self, rank: int) -> None:
+    def kill_rank(self, rank: int) -> None:  # noqa: ARG002
         self.kill()  # the other ranks of this host lose their peer at once
 
     def read_heartbeats(self) -> dict[int, Any]:

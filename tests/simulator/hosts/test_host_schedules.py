@@ -10,7 +10,7 @@ import pytest
 from meshwright.simulator.hosts.faults import FAULTS
 from meshwright.simulator.hosts.schedule import run_schedule
 
-SEEDS = range(150)
+SEEDS = range(100)
 
 
 @pytest.fixture(scope="module")
