@@ -25,6 +25,7 @@ from benchmarks import (
     recovery,
     sampler,
     sampling,
+    scale,
     throughput,
     tokenization,
     traces,
@@ -67,6 +68,7 @@ BENCHMARKS = (
     "weights",
     "sampling",
     "recovery",
+    "scale",
     "traces",
     "object_store",
 )
@@ -118,6 +120,8 @@ def main() -> None:
         result["readers"] = readers.measure()
     if "recovery" in args.only:
         result["recovery"] = recovery.measure()
+    if "scale" in args.only:
+        result["scale"] = scale.measure()
     if "traces" in args.only:
         result["traces"] = traces.measure()
     if "object_store" in args.only:

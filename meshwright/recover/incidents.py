@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.data.sample_lookup import open_sample_lookup
-from meshwright.errors import MeshwrightError
+from meshwright.errors import MeshwrightError, PeerError
 from meshwright.io import open_regular_file, read_json, write_json
 from meshwright.recover.failures import FINAL_EXIT_CODES, HOST_LOST, Failure
 from meshwright.telemetry.heartbeat import HeartbeatReading, read_heartbeat
@@ -49,6 +49,8 @@ class Incident:
     recommendation: str = ""
     host: str = ""
     """The host of the failing rank, in a job on several hosts."""
+    signal: int = 0
+    """The signal that had asked the job to stop when the attempt failed: no other host continues it; 0 if none."""
 
     @property
     def when(self) -> str:
@@ -59,6 +61,24 @@ class Incident:
     def killed_externally(self) -> bool:
         """Whether another process (a user, the OOM killer, a scheduler) killed the rank."""
         return self.outcome == "failed" and ("(SIGKILL)" in self.message or "(SIGTERM)" in self.message)
+
+    @property
+    def lost_peer(self) -> bool:
+        """Whether a host was lost, or ranks could only say that they had lost others: neither the program nor the data
+        is the cause, wherever it happens.
+        """
+        return self.outcome == "failed" and self.error_type in (HOST_LOST, PeerError.__name__)
+
+    @property
+    def ends_job(self) -> bool:
+        """Whether no further attempt of the job follows: it is complete, was stopped, or would fail again."""
+        ended = self.outcome in ("complete", "stopped") or bool(self.signal)
+        return ended or self.exit_code in FINAL_EXIT_CODES
+
+    @property
+    def job_exit_code(self) -> int:
+        """The exit code of the job, if it ends with this attempt."""
+        return 128 + self.signal if self.signal else self.exit_code
 
     def write(self, folder: RunFolder) -> None:
         """Writes the incident; on a full disk the outcome is still reported to the user."""
@@ -146,8 +166,7 @@ def assign_verdict(incident: Incident, history: list[Incident]) -> Incident:
     repeated = len(previous_failures) == needed and all(
         is_same_place(previous, incident) for previous in previous_failures
     )
-    repeated = repeated and bool(incident.samples or not incident.killed_externally)
-    repeated = repeated and incident.error_type != HOST_LOST  # whatever its ranks were doing
+    repeated = repeated and bool(incident.samples or not incident.killed_externally) and not incident.lost_peer
     if not repeated:
         verdict = (
             "infrastructure" if any(previous.step != incident.step for previous in failed[-1:]) else "first failure"

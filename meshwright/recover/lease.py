@@ -36,7 +36,6 @@ from meshwright.checkpoint.listing import (
 from meshwright.checkpoint.manifest import canonical_digest
 from meshwright.errors import BusyError, CheckpointError, ConfigError
 from meshwright.recover.attempt_files import has_ended, read_beat, read_incident, read_text, write_beat
-from meshwright.recover.failures import FINAL_EXIT_CODES
 from meshwright.recover.hosts.election import LeaseView
 from meshwright.recover.incidents import Incident
 from meshwright.store.interface import Store
@@ -270,9 +269,9 @@ def view_newest_lease(folder: RunFolder) -> LeaseView | None:
     """What the supervisor of a host sees of the newest lease."""
     store = open_run_store(folder)
     for attempt, lease in list_leases(store)[:1]:
-        incident = read_incident(folder, attempt)
-        outcome, exit_code = (incident.outcome, incident.exit_code) if incident is not None else ("", 0)
-        final = outcome in ("complete", "stopped") or exit_code in FINAL_EXIT_CODES
+        outcome, exit_code, final = "", 0, False
+        if (incident := read_incident(folder, attempt)) is not None:
+            outcome, exit_code, final = incident.outcome, incident.job_exit_code, incident.ends_job
         beats = read_beat(folder, attempt)
         token, job, address = (str(lease.get(name, "")) for name in ("token", "job", "address"))
         return LeaseView(attempt, token, job, address, beats, outcome, exit_code, final)

@@ -130,6 +130,7 @@ def run_attempts(
                 attempt.begin_grace_period(received[0])
             if attempt.signal_number:  # the job was asked to stop: it does not restart, even if it failed on the way
                 failed.exit_code = 128 + attempt.signal_number
+                write_incident(folder, replace(incident, signal=attempt.signal_number))
                 raise
             restarts_without_progress = 0 if attempt.made_progress() else restarts_without_progress
             raise_if_final(failed, incident, restarts_without_progress, launch.restarts)

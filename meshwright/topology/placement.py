@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any
 
 
@@ -36,7 +36,7 @@ class Placement:
         return range(self.first_rank, self.first_rank + self.ranks)
 
     def to_json(self) -> dict[str, Any]:
-        return asdict(self)
+        return dict(vars(self))  # not asdict: each of many hosts would copy the names of all of them
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> Placement:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import queue
-import time
 from contextlib import suppress
 from typing import Any
 
@@ -41,12 +40,13 @@ class HostRanks:
     def __init__(
         self, policy: HostsPolicy, member: Member, local: LocalRanks, inbox: Inbox, received: list[int]
     ) -> None:
+        self.clock = local.clock
         self.leader, self.member, self.local = Leader(policy, member.host), member, local
         self.inbox, self.received = inbox, received
         self.connections: dict[str, Connection] = {}
         self.names: dict[Connection, str] = {}
         self.next_look, self.checkpointed = 0.0, False
-        member.join(time.monotonic())
+        member.join(self.clock())
 
     @property
     def launcher_pid(self) -> int:
@@ -54,18 +54,19 @@ class HostRanks:
 
     def start(self, attempt: int, restart: int) -> HostRanks:
         self.checkpointed = False
-        self.leader.begin(attempt, restart, time.monotonic())
+        self.member.next_beat = 0.0  # with a port for this attempt
+        self.leader.begin(attempt, restart, self.clock())
         return self
 
     def poll(self, seconds: float) -> bool:
         """Handles messages for at most `seconds`; True once the attempt has ended on every host."""
-        deadline = time.monotonic() + seconds
+        deadline = self.clock() + seconds
         while True:
-            self._receive(min(POLL_SECONDS, max(0.0, deadline - time.monotonic())))
-            self._advance(time.monotonic())
+            self._receive(min(POLL_SECONDS, max(0.0, deadline - self.clock())))
+            self._advance(self.clock())
             if self.leader.is_complete and self.local.running is None:
                 return True
-            if time.monotonic() >= deadline:
+            if self.clock() >= deadline:
                 return False
 
     def _receive(self, seconds: float) -> None:
@@ -132,22 +133,25 @@ class HostRanks:
     def _look_for_checkpoint(self, now: float) -> None:
         if not self.checkpointed and self.leader.can_grow and now >= self.next_look:
             self.next_look = now + CHECKPOINT_POLL_SECONDS
-            newest = next(iter(list_published(open_run_store(self.local.folder))), None)
-            self.checkpointed = newest is not None and newest.attempt == self.leader.attempt
+            self.checkpointed = self._has_checkpoint()
+
+    def _has_checkpoint(self) -> bool:
+        newest = next(iter(list_published(open_run_store(self.local.folder))), None)
+        return newest is not None and newest.attempt == self.leader.attempt
 
     def signal(self, number: int) -> None:
         self.leader.stop(number)
-        self._advance(time.monotonic())
+        self.poll(0.0)  # messages first: this process may have been busy for longer than a host may be silent
 
     def kill(self) -> None:
         """Ends the ranks of all hosts, and waits for that as long as for a lost host."""
-        self.leader.kill(time.monotonic())
+        self.leader.kill(self.clock())
         self.poll(self.leader.policy.host_timeout)
         self.local.end()
 
     def kill_rank(self, rank: int) -> None:
         self.leader.kill_rank(rank)
-        self._advance(time.monotonic())
+        self.poll(0.0)
 
     def host_of(self, rank: int) -> str:
         return host_of_rank(self.leader.placement, rank)
@@ -192,9 +196,11 @@ class HostRanks:
         message = f"host {ended.host} ({ranks}) is lost: {ended.lost}"
         return [Failure(first, HOST_LOST, message, 8, ended.time, host=ended.host)]
 
-    def leave(self, error: MeshwrightError | None, summary: Message) -> None:
+    def leave(self, error: BaseException | None, summary: Message) -> None:
         """Tells every host how the job has ended."""
-        self.leader.exit(error.exit_code if error is not None else 0, str(error or "")[:4096], summary)
+        exit_code = 0 if error is None else error.exit_code if isinstance(error, MeshwrightError) else 1
+        reason = "" if error is None else str(error) or type(error).__name__
+        self.leader.exit(exit_code, reason[:4096], summary)
         self.flush()
         for connection in self.connections.values():
             connection.close()

@@ -44,7 +44,7 @@ class Host:
     address: str
     control_port: int
     port: int
-    """A free port, for the store of the next process group."""
+    """A free port, for the store of the next process group; 0 once it is used, until the next beat."""
     heard: float
     """When its last message arrived."""
     attempt: int = 0
@@ -121,10 +121,12 @@ class Leader:
     def join(self, message: Message, now: float) -> str:
         """A host joins; returns '' or why it cannot. A supervisor that was started again replaces its predecessor."""
         name, known = message["host"], self.hosts.get(message["host"])
-        if known is not None and known.token != message["token"]:
-            if known.address != message["address"]:
+        if known is not None:
+            if known.token != message["token"] and known.address != message["address"]:
                 return f"another host, at {known.address}, has the name {name}"
-            self.lose(name, "its supervisor was started again", now)
+            again = known.token != message["token"]
+            # A supervisor ends its ranks before it joins again, even if the leader has not noticed that it was away.
+            self.lose(name, f"its supervisor {'was started' if again else 'has joined'} again", now)
         self.isolated = False
         ports = message["control_port"], message["port"]
         self.hosts[name] = Host(name, message["token"], message["address"], *ports, now, message["attempt"])
@@ -172,7 +174,8 @@ class Leader:
                 self.outbox.append((name, {"kind": "kill", "attempt": self.attempt}))
         elif now - self.killed_at > self.policy.host_timeout:
             for name in self._running():
-                self.lose(name, "its ranks did not end", now)
+                if name != self.own:  # the leader cannot go on without its own host: it waits for those ranks
+                    self.lose(name, "its ranks did not end", now)
 
     def kill(self, now: float) -> None:
         """Ends the ranks of all hosts."""
@@ -222,7 +225,7 @@ class Leader:
         patience = (
             self.policy.form_timeout if not self.restart else min(self.policy.host_timeout, self.policy.form_timeout)
         )
-        if self.own not in self.hosts:
+        if self.own not in self.hosts or not self.hosts[self.own].port:
             return
         if len(idle) >= self.policy.hosts:
             self._place(idle, self.policy.hosts)
@@ -251,7 +254,8 @@ class Leader:
         hosts, per_host = tuple(self.placed), self.policy.ranks_per_host
         addresses = tuple(self.hosts[name].address for name in hosts)
         control_ports = tuple(self.hosts[name].control_port for name in hosts)
-        port = self.hosts[hosts[0]].port
+        # Each attempt has a port of its own: ranks of an earlier one that still connect must not find this one.
+        port, self.hosts[hosts[0]].port = self.hosts[hosts[0]].port, 0
         for index, name in enumerate(hosts):
             placement = Placement(index * per_host, per_host, hosts, addresses, control_ports, port)
             self.placement = self.placement or placement

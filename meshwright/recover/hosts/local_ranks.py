@@ -36,8 +36,15 @@ class LocalLauncher(Protocol):
 class LocalRanks:
     """Does what a `Member` says, and tells it how the ranks of this host end."""
 
-    def __init__(self, folder: RunFolder, launcher: LocalLauncher, hang_timeout: float) -> None:
-        self.folder, self.launcher, self.hang_timeout = folder, launcher, hang_timeout
+    def __init__(
+        self,
+        folder: RunFolder,
+        launcher: LocalLauncher,
+        hang_timeout: float,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        """`clock` is this host's monotonic clock; a simulation has clocks of its own."""
+        self.folder, self.launcher, self.hang_timeout, self.clock = folder, launcher, hang_timeout, clock
         self.running: RunningRanks | None = None
         self.readings: RankReadings | None = None
         self.started: StartRanks | None = None
@@ -59,7 +66,7 @@ class LocalRanks:
                     self.running.kill_rank(rank)
                 case LeaveJob() as ended:
                     leave = ended
-        if self.running is not None and time.monotonic() > self.kill_deadline:
+        if self.running is not None and self.clock() > self.kill_deadline:
             self.running.kill()
         if self.running is not None and self.running.poll(0):
             running, self.running, self.readings = self.running, None, None
@@ -70,7 +77,7 @@ class LocalRanks:
         """Kills the ranks, not the process that forked them: it starts those of the next attempt sooner."""
         for rank in (heartbeats := running.read_heartbeats()):
             running.kill_rank(rank)
-        self.kill_deadline = time.monotonic() + (KILL_SECONDS if heartbeats else 0.0)
+        self.kill_deadline = self.clock() + (KILL_SECONDS if heartbeats else 0.0)
 
     def _start(self, start: StartRanks, member: Member) -> None:
         self.started, self.kill_deadline = start, float("inf")

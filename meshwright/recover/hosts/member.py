@@ -121,9 +121,9 @@ class Member:
 
     def tick(self, now: float, ranks: Callable[[], Message] = dict) -> None:
         """Sends the next beat if it is due, with what `ranks` says about the ranks of this host, and gives up a leader
-        that acknowledges none.
+        that acknowledges none. A leader that was given up gets no beat: it must not count on this host.
         """
-        if now >= self.next_beat:
+        if now >= self.next_beat and not self.lost:
             self.next_beat = now + BEAT_SECONDS
             self.beats += 1
             self.sent[self.beats] = now

@@ -167,7 +167,7 @@ class HostSupervisor:
         self.inbox, self.leading = queue.SimpleQueue(), True
         ranks = HostRanks(self.policy, self._member(is_leader=True), self.local, self.inbox, self.received)
         warn(f"host {self.name} leads the job, waiting for {self.policy.hosts} host(s)")
-        error: MeshwrightError | None = None
+        error: BaseException | None = None
         summary: Any = {}
         try:
             summary = supervise(
@@ -188,7 +188,7 @@ class HostSupervisor:
             self.stepped_back, error = True, SteppedBack(missing.message)
             self.election.step_back(time.monotonic())
             raise error from None
-        except MeshwrightError as raised:
+        except BaseException as raised:
             error = raised
             raise
         finally:
