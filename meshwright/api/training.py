@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
 from meshwright.api.python_args import errors_for_python, given_path, validated
+from meshwright.api.snapshot_keeper import snapshot_keeper
 from meshwright.channel import read_secret
 from meshwright.checkpoint.listing import RunLineage
 from meshwright.config import RunConfig, config_to_dict
@@ -297,15 +298,16 @@ def train_with_fork_server(
     folder = run_folder(run, default_name(config, entry_points))
     exporter = RunExporter(config.metrics, folder)
     fork_server = ForkServer(config, folder, fork, fallback, cluster, entry_points, accept_code)
-    with closing(exporter), closing(fork_server):
+    with closing(exporter), closing(fork_server), snapshot_keeper(config) as keeper:
         viewers = viewer_factory(config, folder, display, exporter)
         give_up = partial(report_incidents, config, folder, partial(load_callbacks, config, entry_points))
         started, close = process_start_time(), fork_server.close
         options: dict[str, Any] = {"command_started": started, "on_give_up": give_up, "close": close}
         if config.launch.hosts > 1:
             policy = hosts_policy(config, "model" in entry_points)
+            more = (exporter.beside, fresh, keeper)
             summary = supervise_hosts(
-                folder, config.launch, fork_server, viewers, policy, read_secret(), exporter.beside, fresh, **options
+                folder, config.launch, fork_server, viewers, policy, read_secret(), *more, **options
             )
         else:
             start = exporter.beside(fork_server.start)
