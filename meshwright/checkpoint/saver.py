@@ -347,7 +347,7 @@ class CheckpointSaver:
         files: dict[str, FileRecord],
         tensors: dict[str, TensorRecord],
         owners: dict[str, dict[str, Any]],
-        memory: Store | None,
+        memory: Store | None = None,
     ) -> None:
         """Publish the manifest, on the coordinator, once every shard is durable."""
         self.waits_for_ranks = False
