@@ -18,6 +18,7 @@ from benchmarks import (
     layouts,
     observation,
     optimizers,
+    peer_memory,
     pipeline,
     readers,
     recovery,
@@ -61,6 +62,7 @@ BENCHMARKS = (
     "weights",
     "sampling",
     "recovery",
+    "peer_memory",
     "traces",
 )
 
@@ -109,6 +111,8 @@ def main() -> None:
         result["readers"] = readers.measure()
     if "recovery" in args.only:
         result["recovery"] = recovery.measure()
+    if "peer_memory" in args.only:
+        result["peer_memory"] = peer_memory.measure()
     if "traces" in args.only:
         result["traces"] = traces.measure()
     result["targets"] = targets(result)
@@ -178,6 +182,9 @@ def targets(result: dict[str, Any]) -> list[dict[str, Any]]:
     if "optimizers" in result:
         value = result["optimizers"]["muon_over_adamw"]
         rows.append(target("held-out loss of Muon / AdamW, 300 steps", value, optimizers.MAX_RATIO, "<="))
+    if "peer_memory" in result:
+        value = result["peer_memory"]["overhead"]["overhead"]["median"]
+        rows.append(target("snapshots in the memory of hosts, overhead", value, peer_memory.MAX_OVERHEAD, "<="))
     if "observation" in result:
         for preset, row in result["observation"].items():
             rows.append(target(f"observation / step time, {preset}", row["share"], observation.MAX_SHARE, "<="))

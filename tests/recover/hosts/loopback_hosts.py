@@ -64,7 +64,8 @@ class LoopbackJob:
         deadline = time.monotonic() + seconds
         while not (value := condition()):
             ended = {host: p.returncode for host, p in self.supervisors.items() if p.poll() is not None}
-            assert time.monotonic() < deadline and not ended, f"{ended}\n{self.all_logs()}"
+            assert not ended, f"{ended}\n{self.all_logs()}"
+            assert time.monotonic() < deadline, self.all_logs()
             time.sleep(0.05)
         return value
 

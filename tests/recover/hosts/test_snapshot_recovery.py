@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import pytest
 from loopback_hosts import OPTIONS, STEPS, LoopbackJob, snapshot_folders, snapshot_steps
 from small_run import small_config
@@ -34,9 +36,11 @@ def start_until_snapshot(job: LoopbackJob, *spares: str) -> int:
     for host in ("a", "b", *spares):
         job.start(host, HANG)
     job.wait_until(lambda: job.ranks_are_at(14))
+    job.wait_until(lambda: max(snapshot_steps(), default=0) > 10)
     newest = 0
-    while newest != (newest := job.wait_until(lambda: max(snapshot_steps(), default=0) > 10 and max(snapshot_steps()))):
-        job.wait_until(lambda: True)
+    while newest != max(snapshot_steps()):  # the last one may be in flight
+        newest = max(snapshot_steps())
+        time.sleep(2)
     return newest
 
 
