@@ -2,7 +2,8 @@
 
 The cost is measured in one training of preset `small` on two hosts with a rank each, which alternates between blocks of
 steps with snapshots and without. The hosts are processes of this machine that reach each other over loopback, so that
-the copies compete with the training for its cores. The time to the next step after the loss of a host is that of a real
+the copies compete with the training for its cores. CPU seconds, of ranks and hosts, depend less than the step time on
+what else runs on the machine; where every core trains, they are what snapshots take from the training. The time to the next step after the loss of a host is that of a real
 job with a spare, relative to a cold restart of the job.
 """
 
@@ -40,9 +41,10 @@ from meshwright.trainer.loop import Training
 
 EVERY = 5
 """Steps between snapshots."""
-BLOCK = 2 * EVERY
-ROUNDS = 6
-"""Pairs of a block with snapshots and one without."""
+ROUNDS = 4
+"""Pairs of EVERY steps without a snapshot and as many with one."""
+Block = tuple[float, float]
+"""The seconds and the CPU seconds per step of a block of steps."""
 MAX_OVERHEAD = 0.02
 LOSSES = 3
 TRAIN_OPTIONS = (
@@ -66,8 +68,8 @@ def measure() -> dict[str, Any]:
 
 def measure_overhead() -> dict[str, Any]:
     """The step time with snapshots relative to the one without, in blocks that alternate."""
-    steps = BLOCK * (2 * ROUNDS + 1) + EVERY
-    overrides = ["--preset=small", f"--steps={steps + 1}", f"--checkpoint.memory_every={EVERY}", "--launch.device=cpu"]
+    steps = EVERY * (2 * ROUNDS + 2)
+    overrides = ["--preset=small", f"--steps={steps}", f"--checkpoint.memory_every={EVERY}", "--launch.device=cpu"]
     overrides += ["--checkpoint.seconds=0", "--numerics.compare_every=0", "--eval.every=0"]
     config = load_config(overrides=overrides, ranks=2)
     with (
@@ -78,10 +80,11 @@ def measure_overhead() -> dict[str, Any]:
         run = RunFolder(Path(folder) / "run")
         run.root.mkdir()
         job = replace(make_job(config, run), attempt=1)
-        by_rank = run_ranks(measure_blocks, 2, job, (a, b), launch=job.config.launch)
+        by_rank = run_ranks(measure_blocks, 2, job, (a, b), launch=job.config.launch, timeout=3600.0)
         snapshots = [event for event in read_events(run.events(0)) if event["kind"] == "snapshot"]
-    without, with_snapshots = ([max(rows) for rows in zip(*(r[kind] for r in by_rank), strict=True)] for kind in (0, 1))
-    extra = sorted(b / a - 1 for a, b in zip(without, with_snapshots, strict=True))
+    without, with_snapshots = (list(zip(*(rank[kind] for rank in by_rank), strict=True)) for kind in (0, 1))
+    seconds = [[max(wall for wall, _ in ranks) for ranks in rounds] for rounds in (without, with_snapshots)]
+    cpu = [[sum(cpu for _, cpu in ranks) for ranks in rounds] for rounds in (without, with_snapshots)]
     return {
         "preset": "small",
         "every": EVERY,
@@ -90,43 +93,58 @@ def measure_overhead() -> dict[str, Any]:
         "snapshot_bytes": snapshots[-1]["bytes"],
         "snapshot_seconds": round(statistics.median(s["seconds"] for s in snapshots), 4),
         "stall_seconds": round(statistics.median(s["stall_seconds"] for s in snapshots), 5),
-        "step_seconds": round(statistics.median(without), 4),
-        "step_seconds_with_snapshots": round(statistics.median(with_snapshots), 4),
-        "overhead": {"median": round(statistics.median(extra), 4), "all": [round(value, 4) for value in extra]},
+        "step_seconds": round(statistics.median(seconds[0]), 4),
+        "cpu_seconds_per_step": round(statistics.median(cpu[0]), 4),
+        "overhead": overhead(*seconds),
+        "cpu_overhead": overhead(*cpu),
     }
 
 
-def measure_blocks(world: World, job: Job, ports: tuple[int, int]) -> tuple[list[float], list[float]]:
-    """Seconds per step of each block without snapshots, and with them, on one rank."""
+def overhead(without: list[float], with_snapshots: list[float]) -> dict[str, Any]:
+    extra = [round(b / a - 1, 4) for a, b in zip(without, with_snapshots, strict=True)]
+    return {"median": statistics.median(extra), "all": sorted(extra)}
+
+
+def measure_blocks(world: World, job: Job, hosts: tuple[tuple[int, int], ...]) -> tuple[list[Block], list[Block]]:
+    """Each block without a snapshot, and with one, on one rank; the CPU seconds are those of the rank and its host."""
+    ports = tuple(port for port, _ in hosts)
     placement = Placement(world.rank, 1, ("a", "b"), ("127.0.0.1",) * 2, ports, 1)
     training = Training(replace(job, placement=placement), world)
-    blocks: tuple[list[float], list[float]] = ([], [])
-    run_block(training, EVERY - 1 + BLOCK, 0)  # snapshots then begin early in a block, and end in it
-    for _ in range(ROUNDS):
-        for seconds, every in zip(blocks, (0, EVERY), strict=True):
-            seconds.append(run_block(training, BLOCK, every))
+    blocks: tuple[list[Block], list[Block]] = ([], [])
+    run_block(training, EVERY - 1, 0, os.getpid())  # a snapshot then begins after the first step of a block
+    for number in range(ROUNDS):
+        pair = [(blocks[0], 0), (blocks[1], EVERY)]
+        for rows, every in pair if number % 2 else reversed(pair):
+            rows.append(run_block(training, EVERY, every, hosts[world.rank][1]))
     return blocks
 
 
-def run_block(training: Training, steps: int, every: int) -> float:
+def run_block(training: Training, steps: int, every: int, host: int) -> Block:
     training.snapshots.every = every
-    start = time.perf_counter()
+    start, cpu = time.perf_counter(), time.process_time() + cpu_seconds(host)
     for _ in range(steps):
         training.run_step()
         training.save_if_due()
     training.recorder.flush()
-    return (time.perf_counter() - start) / steps
+    return (time.perf_counter() - start) / steps, (time.process_time() + cpu_seconds(host) - cpu) / steps
+
+
+def cpu_seconds(process: int) -> float:
+    """The CPU seconds of a process so far."""
+    fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 @contextmanager
-def keeper_process() -> Iterator[int]:
-    """A host that keeps snapshots, and the port at which it listens."""
+def keeper_process() -> Iterator[tuple[int, int]]:
+    """A host that keeps snapshots: the port at which it listens, and its process."""
     context = mp.get_context("fork")
     reader, writer = context.Pipe(duplex=False)
     process = context.Process(target=serve_keeper, args=(writer,), daemon=True)
     process.start()
     try:
-        yield int(reader.recv())
+        assert process.pid is not None
+        yield int(reader.recv()), process.pid
     finally:
         process.terminate()
         process.join()
