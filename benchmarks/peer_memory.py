@@ -3,8 +3,10 @@
 The cost is measured in one training of preset `small` on two hosts with a rank each, which alternates between blocks of
 steps with snapshots and without. The hosts are processes of this machine that reach each other over loopback, so that
 the copies compete with the training for its cores. CPU seconds, of ranks and hosts, depend less than the step time on
-what else runs on the machine; where every core trains, they are what snapshots take from the training. The time to the next step after the loss of a host is that of a real
-job with a spare, relative to a cold restart of the job.
+what else runs on the machine; where every core trains, they are what snapshots take from the training.
+
+The time to the next step after the loss of a host is that of a real job with a spare, relative to a cold restart of the
+job.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from meshwright.checkpoint.dcp_planner import LocalShardLoadPlanner, as_planner_
 from meshwright.checkpoint.listing import CheckpointEntry, RunLineage, list_published, read_entry
 from meshwright.checkpoint.manifest import Manifest, TensorRecord
 from meshwright.checkpoint.shards import ShardReader
-from meshwright.checkpoint.snapshots.candidates import Candidate, find_snapshots
+from meshwright.checkpoint.snapshots.candidates import RestoreCandidate, find_snapshots
 from meshwright.checkpoint.state import CheckpointState
 from meshwright.checkpoint.verify import DIGEST_THREADS, WHOLE_FILE, Damage, find_damage
 from meshwright.config import BLOCK_SIZES, BlockSizes
@@ -70,12 +70,12 @@ def restore(
     start = time.monotonic()
     published = list_published(store, lineage)
     listed = [(entry.folder, entry.step, entry.attempt) for entry in published]
-    candidates = [Candidate(*values) for values in world.broadcast_object(listed, "checkpoints")]
+    candidates = [RestoreCandidate(*values) for values in world.broadcast_object(listed, "checkpoints")]
     newest = candidates[0].step if candidates else -1
     snapshots = find_snapshots(memory, world, lineage, published, on_incomplete) if memory is not None else []
     skipped: list[tuple[str, list[Damage]]] = []
     deleted: list[str] = []
-    for folder, step, attempt, hosts in sorted(candidates + snapshots, key=Candidate.order, reverse=True):
+    for folder, step, attempt, hosts in sorted(candidates + snapshots, key=RestoreCandidate.order, reverse=True):
         world.heartbeat.enter("restore", step)
         entry = read_entry(memory if hosts and memory is not None else store, folder, step, attempt)
         # The ranks share the verification of all files before any rank copies. Each rank then verifies what it reads.

@@ -10,7 +10,7 @@ from meshwright.parallel.world import World
 from meshwright.store.memory.peer_store import KEPT, PeerMemoryStore
 
 
-class Candidate(NamedTuple):
+class RestoreCandidate(NamedTuple):
     """A checkpoint or a snapshot that a run may continue from."""
 
     folder: str
@@ -30,7 +30,7 @@ def find_snapshots(
     lineage: RunLineage,
     published: list[CheckpointEntry],
     on_incomplete: Callable[[int, str], None],
-) -> list[Candidate]:
+) -> list[RestoreCandidate]:
     """The complete snapshots of this run, the same list on every rank. One that is not complete on the hosts that are
     left is told to `on_incomplete` on rank 0. Only rank 0 needs the `published` checkpoints.
     """
@@ -48,7 +48,7 @@ def find_snapshots(
         shown = missing[0].rpartition("/")[2]
         on_incomplete(entry.step, f"{len(missing)} of {len(files)} files are on no host that is left ({shown}){lost}")
     memory.kept = [folder for folder, *_ in found][:KEPT]
-    return [Candidate(*values) for values in world.broadcast_object(found, "snapshots")]
+    return [RestoreCandidate(*values) for values in world.broadcast_object(found, "snapshots")]
 
 
 def follows(snapshot: CheckpointEntry, published: list[CheckpointEntry]) -> bool:

@@ -73,7 +73,6 @@ class SnapshotSchedule:
             self.failed = True
             return
         self.failed = False
-        values = {"step": result.step, "bytes": result.bytes, "skipped": self.skipped}
-        values |= {"stall_seconds": round(result.stall_seconds, 4), "seconds": round(result.seconds, 4)}
-        self.log.write("snapshot", **values)
+        seconds = {"stall_seconds": round(result.stall_seconds, 4), "seconds": round(result.seconds, 4)}
+        self.log.write("snapshot", step=result.step, bytes=result.bytes, skipped=self.skipped, **seconds)
         self.skipped = 0

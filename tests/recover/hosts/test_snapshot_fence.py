@@ -1,4 +1,4 @@
-"""The supervisor of a host fences snapshots: it accepts none of an attempt that is over, or whose leader it has lost."""
+"""The supervisor of a host fences snapshots: it accepts none of an attempt that is over or has lost its leader."""
 
 from __future__ import annotations
 
