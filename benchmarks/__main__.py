@@ -20,6 +20,7 @@ from benchmarks import (
     object_store,
     observation,
     optimizers,
+    peer_memory,
     pipeline,
     readers,
     recovery,
@@ -69,6 +70,7 @@ BENCHMARKS = (
     "sampling",
     "recovery",
     "scale",
+    "peer_memory",
     "traces",
     "object_store",
 )
@@ -122,6 +124,8 @@ def main() -> None:
         result["recovery"] = recovery.measure()
     if "scale" in args.only:
         result["scale"] = scale.measure()
+    if "peer_memory" in args.only:
+        result["peer_memory"] = peer_memory.measure()
     if "traces" in args.only:
         result["traces"] = traces.measure()
     if "object_store" in args.only:
@@ -193,6 +197,11 @@ def targets(result: dict[str, Any]) -> list[dict[str, Any]]:
     if "optimizers" in result:
         value = result["optimizers"]["muon_over_adamw"]
         rows.append(target("held-out loss of Muon / AdamW, 300 steps", value, optimizers.MAX_RATIO, "<="))
+    if "peer_memory" in result:
+        row = result["peer_memory"]["overhead"]
+        for name, key in (("step time", "overhead"), ("CPU seconds", "cpu_overhead")):
+            value = row[key]["median"]
+            rows.append(target(f"snapshots in memory, overhead in {name}", value, peer_memory.MAX_OVERHEAD, "<="))
     if "observation" in result:
         for preset, row in result["observation"].items():
             rows.append(target(f"observation / step time, {preset}", row["share"], observation.MAX_SHARE, "<="))

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 from meshwright.api.python_args import errors_for_python, given_path, validated
 from meshwright.api.run_location import PushingLauncher, default_name, open_pusher, relative_path, run_folder
+from meshwright.api.snapshot_keeper import snapshot_keeper
 from meshwright.channel import read_secret
 from meshwright.checkpoint.listing import RunLineage
 from meshwright.config import RunConfig, config_to_dict
@@ -309,7 +310,12 @@ def train_with_fork_server(
     folder = run_folder(run, default_name(config, entry_points))
     exporter = RunExporter(config.metrics, folder)
     fork_server = ForkServer(config, folder, fork, fallback, cluster, entry_points, accept_code)
-    with closing(exporter), closing(open_pusher(folder, fresh)) as pusher, closing(fork_server):
+    with (
+        closing(exporter),
+        closing(open_pusher(folder, fresh)) as pusher,
+        closing(fork_server),
+        snapshot_keeper(config) as keeper,
+    ):
         viewers = viewer_factory(config, folder, display, exporter)
         give_up = partial(report_incidents, config, folder, partial(load_callbacks, config, entry_points))
         started, close = process_start_time(), fork_server.close
@@ -317,10 +323,8 @@ def train_with_fork_server(
         if config.launch.hosts > 1:
             policy = hosts_policy(config, "model" in entry_points)
             require_preflight(config, folder, cluster)
-            launcher = PushingLauncher(pusher, fork_server)
-            summary = supervise_hosts(
-                folder, config.launch, launcher, viewers, policy, read_secret(), exporter.beside, fresh, **options
-            )
+            launcher, more = PushingLauncher(pusher, fork_server), (exporter.beside, fresh, keeper)
+            summary = supervise_hosts(folder, config.launch, launcher, viewers, policy, read_secret(), *more, **options)
         else:
             start = pusher.beside(exporter.beside(fork_server.start))
             summary = supervise(folder, config.launch, start, viewers, fresh=fresh, **options)

@@ -18,6 +18,7 @@ from meshwright.checkpoint.format.regions import RegionTable, TensorRecord, Tens
 from meshwright.checkpoint.listing import CheckpointEntry, RunLineage, list_published, read_entry
 from meshwright.checkpoint.manifest import Manifest
 from meshwright.checkpoint.shards import ShardReader
+from meshwright.checkpoint.snapshots.candidates import RestoreCandidate, find_snapshots
 from meshwright.checkpoint.state import CheckpointState
 from meshwright.checkpoint.verify import DIGEST_THREADS, WHOLE_FILE, Damage, find_damage, find_uncovered, part_damage
 from meshwright.config import BLOCK_SIZES, BlockSizes
@@ -25,6 +26,7 @@ from meshwright.errors import CheckpointError, IdentityError
 from meshwright.parallel.local_shard import local_shard
 from meshwright.parallel.world import World
 from meshwright.store.interface import Store
+from meshwright.store.memory.peer_store import PeerMemoryStore
 
 MAX_LISTED_MISMATCHES = 3
 """The number of mismatched tensors that an error message names."""
@@ -40,6 +42,14 @@ class RestoreResult:
     owner_state: dict[str, Any] = field(default_factory=dict)
     """The non-tensor state of the owner that `restore` was called with."""
     skipped: list[tuple[str, list[Damage]]] = field(default_factory=list)
+    hosts: list[str] = field(default_factory=list)
+    """The hosts whose memory it was restored from; none for a published checkpoint."""
+    published_step: int = -1
+    """The step of the newest published checkpoint, -1 if there is none."""
+
+    def source(self) -> dict[str, Any]:
+        """Where the state came from, as fields of a record."""
+        return {"hosts": self.hosts, "published_step": self.published_step}
 
 
 def restore(
@@ -53,22 +63,28 @@ def restore(
     on_damaged: Callable[[str, list[Damage]], None],
     owner: str = "",
     block_sizes: BlockSizes = BLOCK_SIZES,
+    memory: PeerMemoryStore | None = None,
+    on_incomplete: Callable[[int, str], None] = lambda _step, _reason: None,
 ) -> RestoreResult | None:
-    """Load the newest intact checkpoint into `state`, in place; None if the run has no checkpoint.
+    """Load the newest intact checkpoint, or a newer snapshot in the `memory` of the hosts, into `state`, in place; None
+    if the run has neither.
 
     A checkpoint is verified before any tensor is overwritten. `validate` raises for the manifest of another run. A
-    damaged checkpoint is reported to `on_damaged` and skipped or, without `fallback`, ends the run. `owner` is the
-    logical owner that this rank stands for.
+    damaged checkpoint is reported to `on_damaged` and skipped or, without `fallback`, ends the run. A damaged snapshot
+    is reported as well, and never ends the run; one that is not complete on the hosts that are left is not damaged.
+    `owner` is the logical owner that this rank stands for.
     """
     start = time.monotonic()
-    candidates = world.broadcast_object(
-        [(entry.folder, entry.step, entry.attempt) for entry in list_published(store, lineage)], "checkpoints"
-    )
+    published = list_published(store, lineage)
+    listed = [(entry.folder, entry.step, entry.attempt) for entry in published]
+    candidates = [RestoreCandidate(*values) for values in world.broadcast_object(listed, "checkpoints")]
+    newest = candidates[0].step if candidates else -1
+    snapshots = find_snapshots(memory, world, lineage, published, on_incomplete) if memory is not None else []
     skipped: list[tuple[str, list[Damage]]] = []
     deleted: list[str] = []
-    for folder, step, attempt in candidates:
+    for folder, step, attempt, hosts in sorted(candidates + snapshots, key=RestoreCandidate.order, reverse=True):
         world.heartbeat.enter("restore", step)
-        entry = read_entry(store, folder, step, attempt)
+        entry = read_entry(memory if hosts and memory is not None else store, folder, step, attempt)
         # The ranks share the verification of all files before any rank copies. Each rank then verifies what it reads.
         parts = local_parts(entry, world) if entry.manifest is not None else None
         found = find_damage(entry, parts, world.heartbeat.beat, block_sizes.io_bytes, DIGEST_THREADS)
@@ -88,11 +104,13 @@ def restore(
             else:
                 faults.fail_point("start.restored", step)
                 seconds = time.monotonic() - start
-                return RestoreResult(entry.manifest, entry.name, seconds, owner_state, skipped)
+                return RestoreResult(entry.manifest, entry.name, seconds, owner_state, skipped, hosts, newest)
         if world.broadcast_object(entry.was_deleted, "deleted"):  # by retention, with all its files: not damaged
             deleted.append(entry.name)
             continue
         on_damaged(entry.name, [damage])
+        if hosts:
+            continue
         skipped.append((entry.name, [damage]))
         if not fallback:
             raise CheckpointError(

@@ -81,9 +81,10 @@ class SaveResult:
     """Why retention failed, '' if it did not."""
     error: MeshwrightError | None = None
     """Why the save failed, None if it did not."""
+    in_memory: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        values = {key: value for key, value in vars(self).items() if key != "error"}
+        values = {key: value for key, value in vars(self).items() if key not in ("error", "in_memory")}
         return values | {"stall_seconds": round(self.stall_seconds, 4), "seconds": round(self.seconds, 4)}
 
 
@@ -119,6 +120,7 @@ class CheckpointSaver:
         self.planner = LocalShardSavePlanner()
         self.thread = ThreadPoolExecutor(1, thread_name_prefix="saver")
         self.in_flight: Future[SaveResult] | None = None
+        self.snapshot_in_flight = False
         self.parent, self.ordinal, self.newest_step = "", 0, -1
         self.writer: ShardWriter | None = None
         self.begin_time = time.monotonic()
@@ -153,24 +155,34 @@ class CheckpointSaver:
         by_steps = self.config.every and step % self.config.every == 0
         if not (by_time or by_steps):
             return False
-        if self.in_flight is not None and not self.in_flight.done():
+        if self.is_saving and self.snapshot_in_flight:
+            return bool(by_steps)  # `save` waits for the snapshot; a save by time is due again after the next step
+        if self.is_saving:
             self.skipped += 1
             self.begin_time = time.monotonic()  # count one skipped save per interval
             return False
         return True
 
-    def save(self, metadata: CheckpointMetadata, wait: bool = False) -> list[SaveResult]:
-        """Begin a save. Returns the result of the previous save, and of this one if it is waited for."""
+    @property
+    def is_saving(self) -> bool:
+        return self.in_flight is not None and not self.in_flight.done()
+
+    def save(self, metadata: CheckpointMetadata, wait: bool = False, memory: Store | None = None) -> list[SaveResult]:
+        """Begin a save, or a snapshot in a store in `memory`. Returns the result of the previous save, and of this one
+        if it is waited for.
+        """
         results = self.wait()  # the previous save has completed on rank 0, and is about to on every other rank
-        self.begin_time = start = time.monotonic()
+        start = time.monotonic()
+        self.begin_time = start if memory is None else self.begin_time
         self.last_progress = (self.progress_count, start)
         self.world.heartbeat.enter("save", metadata.step)
         faults.fail_point("save.stage", metadata.step)
         assert self.stager is not None
         staged = self.stager.copy(self.state())
         self.stall_seconds = time.monotonic() - start
-        self.in_flight = self.thread.submit(self._save, metadata, self.stager, staged)
-        if wait or self.config.mode == "sync":
+        self.in_flight = self.thread.submit(self._save, metadata, self.stager, staged, memory)
+        self.snapshot_in_flight = memory is not None
+        if wait or (self.config.mode == "sync" and memory is None):
             results += self.wait()
             self.stall_seconds = results[-1].stall_seconds = time.monotonic() - start
         self.world.heartbeat.add_seconds({"save": self.stall_seconds})
@@ -201,7 +213,7 @@ class CheckpointSaver:
         self.stall_seconds += self.stager.blocked_seconds()
         result.stall_seconds = self.stall_seconds
         result.skipped, self.skipped = self.skipped, 0
-        if result.error is None:
+        if result.error is None and not result.in_memory:
             self.newest_step = result.step
         return [result]
 
@@ -224,27 +236,31 @@ class CheckpointSaver:
         self.last_progress = (progress, time.monotonic())
         return True
 
-    def continue_from(self, manifest: Manifest) -> None:
-        """Make the next checkpoint the child of the one that the run was restored from."""
-        self.parent, self.ordinal, self.newest_step = manifest.digest, manifest.ordinal + 1, manifest.step
+    def continue_from(self, manifest: Manifest, in_memory: bool = False) -> None:
+        """Make the next checkpoint the child of the one that was restored, or that the restored snapshot followed."""
+        self.parent, self.ordinal = manifest.parent, manifest.ordinal
+        if not in_memory:
+            self.parent, self.ordinal, self.newest_step = manifest.digest, manifest.ordinal + 1, manifest.step
 
     def close(self) -> None:
         self.thread.shutdown(wait=True)
 
-    def _save(self, metadata: CheckpointMetadata, stager: HostStager, state: dict[str, LocalShard]) -> SaveResult:
+    def _save(
+        self, metadata: CheckpointMetadata, stager: HostStager, state: dict[str, LocalShard], memory: Store | None
+    ) -> SaveResult:
         """The work of the thread. An error becomes part of the result: the training thread decides what it means."""
         start = time.monotonic()
-        result = SaveResult(metadata.step, checkpoint_folder(metadata.step, self.attempt))
+        result = SaveResult(metadata.step, checkpoint_folder(metadata.step, self.attempt), in_memory=memory is not None)
         try:
             stager.wait()
             self._check_agreement(metadata, state, stager)
             run, timeline = self.lineage.run, self.lineage.timeline
             self.writer = ShardWriter(
-                self.store,
+                memory or self.store,
                 result.folder,
                 ShardOrigin(run, timeline, metadata.step, self.attempt, self.world.rank),
                 (metadata.owner, metadata.owner_state),
-                lambda parts, tensors: self._publish(metadata, result, parts, tensors),
+                lambda parts, tensors: self._publish(metadata, result, parts, tensors, memory),
                 self.block_sizes,
                 self._wait_for_ranks,
             )
@@ -256,10 +272,11 @@ class CheckpointSaver:
                 no_dist=self.group is None,
             )
             self.waits_for_ranks = False
-            self.ordinal += 1
-            self._verify_written(result.folder, self.writer)
-            if self.world.rank == 0:
-                self._apply_retention(result)
+            if memory is None:
+                self.ordinal += 1
+                self._verify_written(result.folder, self.writer)
+                if self.world.rank == 0:
+                    self._apply_retention(result)
         except MeshwrightError as error:
             result.error = error
         except (Exception, CheckpointException) as error:  # noqa: BLE001  CheckpointException is not an Exception
@@ -330,6 +347,7 @@ class CheckpointSaver:
         result: SaveResult,
         parts: dict[str, RecordedPart],
         tensors: dict[str, TensorRecord],
+        memory: Store | None = None,
     ) -> None:
         """Publish the manifest, on the coordinator, once every shard and every part is durable."""
         self.waits_for_ranks = False
@@ -359,10 +377,11 @@ class CheckpointSaver:
             )
         before_publish = lambda: faults.fail_point("save.before_publish", metadata.step)  # noqa: E731
         # The checkpoint comes into existence here: before this call there is none, after it there is a complete one.
-        if not self.store.publish_if_absent(f"{result.folder}/{MANIFEST_FILE}", raw, before_publish):
+        if not (memory or self.store).publish_if_absent(f"{result.folder}/{MANIFEST_FILE}", raw, before_publish):
             raise CheckpointError(f"{result.folder} exists already and is not overwritten")
         faults.fail_point("save.after_publish", metadata.step)
-        self.parent = recorded_digest(raw)
+        if memory is None:
+            self.parent = recorded_digest(raw)
         result.bytes = manifest.total_bytes
 
 

@@ -118,7 +118,9 @@ class CheckpointConfig:
     every: NonNegativeInt = 0
     """steps between step-triggered saves; 0 disables them"""
     overhead: Annotated[float, Range(above=0, maximum=1)] = 0.02
-    """maximum fraction of training time that time-triggered saves may take; expensive saves are made less often"""
+    """maximum fraction of training time that time-triggered saves and snapshots may take; expensive ones are made less
+    often
+    """
     keep: PositiveInt = 3
     """number of newest verified checkpoints to keep"""
     keep_every: NonNegativeInt = 0
@@ -127,6 +129,10 @@ class CheckpointConfig:
     """metric of the evaluations, such as loss, whose best checkpoint is kept as well; empty: none"""
     best: Literal["min", "max"] = "min"
     """whether the best checkpoint has the smallest or the largest value"""
+    memory_every: NonNegativeInt = 0
+    """in a job on several hosts: steps between snapshots in the memory of the hosts, each rank's on its own host and on
+    another one; 0 disables them
+    """
     on_failure: Literal["continue", "stop"] = "continue"
     """what happens if a save fails; if the last save of a run fails, the run always fails"""
 

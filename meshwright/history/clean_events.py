@@ -79,7 +79,7 @@ def damage(value: Any) -> list[Event]:
 
 
 FIELDS: dict[str, dict[str, Callable[[Any], Any]]] = {
-    "restored": {"step": integer, "checkpoint": text, "seconds": finite_number, "changes": texts},
+    "restored": {"step": integer, "checkpoint": text, "seconds": finite_number, "changes": texts, "hosts": texts},
     "extended": {"step": integer, "steps_before": integer, "steps": integer},
     "code_changed": {"step": integer, "changes": texts},
     "choices": {"summary": text},

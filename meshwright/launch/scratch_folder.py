@@ -19,8 +19,8 @@ LOCK_FILE = "lock"
 class ScratchFolder:
     """A temporary folder that exists until `remove`, or until another launch finds that its process has ended."""
 
-    def __init__(self) -> None:
-        self.path = Path(tempfile.mkdtemp(prefix=PREFIX))
+    def __init__(self, prefix: str = PREFIX, parent: Path | None = None) -> None:
+        self.path = Path(tempfile.mkdtemp(prefix=prefix, dir=parent))
         # The file gets its name when it is locked: a folder without a lock file is never removed by another launch.
         unnamed = self.path / f".{LOCK_FILE}"
         self._lock = os.open(unnamed, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
@@ -35,9 +35,9 @@ def remove_folder(path: Path, lock: int) -> None:
     os.close(lock)
 
 
-def remove_stale_folders() -> None:
+def remove_stale_folders(prefix: str = PREFIX, parent: Path | None = None) -> None:
     """Removes the folders of launches that were killed: those of this user whose lock nobody holds."""
-    for folder in Path(tempfile.gettempdir()).glob(f"{PREFIX}*"):
+    for folder in (parent or Path(tempfile.gettempdir())).glob(f"{prefix}*"):
         with suppress(OSError):
             if folder.lstat().st_uid != os.getuid():
                 continue

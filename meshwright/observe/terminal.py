@@ -98,7 +98,7 @@ class Terminal:
 
     def _restored(self, event: Event) -> None:
         self.checkpoint = event
-        restored = f"restored {event['checkpoint']} in {event['seconds']:.2f} s"
+        restored = f"restored {event['checkpoint']} in {event['seconds']:.2f} s{restored_source(event)}"
         self.print(f"{restored}; the next step is {event['step']}", "green")
         if event["changes"]:
             self.print(f"the result will not be bitwise the same: {'; '.join(event['changes'])}", "yellow")
@@ -133,6 +133,12 @@ class Terminal:
 
     def _save_failed(self, event: Event) -> None:
         self.print_step(event, f"SAVE FAILED: {event['message']}", "bold red")
+
+    def _snapshot(self, event: Event) -> None:
+        self.checkpoint = event
+
+    def _snapshot_failed(self, event: Event) -> None:
+        self.print_step(event, f"SNAPSHOT FAILED: {event['message']}", "yellow")
 
     def _straggler(self, event: Event) -> None:
         self.print_step(event, event["message"], "yellow")
@@ -287,7 +293,17 @@ def recovery_field(event: Event, checkpoint: Event | None) -> str:
         return f"no checkpoint, {risk}"
     if checkpoint["kind"] == "restored":  # when it was written is not on record here
         return risk
-    return f"checkpoint {max(0.0, event['time'] - checkpoint['time']):.0f} s old, {risk}"
+    return f"{checkpoint['kind']} {max(0.0, event['time'] - checkpoint['time']):.0f} s old, {risk}"
+
+
+def restored_source(event: Event) -> str:
+    """Returns from which hosts a state came, if it was in their memory, and what else there is."""
+    if not (hosts := event.get("hosts")):
+        return ""
+    published = event.get("published_step", -1)
+    newest = f"the newest checkpoint is of step {published}" if published >= 0 else "there is no checkpoint"
+    named = f"host{'' if len(hosts) == 1 else 's'} {', '.join(hosts)}"
+    return f" from the memory of {named} at step {event['step']}; {newest}"
 
 
 def plain_line(recent: list[Event], steps: int, checkpoint: Event | None = None, unit: str = "tokens") -> str:

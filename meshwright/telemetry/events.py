@@ -30,6 +30,8 @@ EVENT_KINDS = (
     "eval",
     "checkpoint",
     "save_failed",
+    "snapshot",
+    "snapshot_failed",
     "bad_sample",
     "nonfinite",
     "calibrated",

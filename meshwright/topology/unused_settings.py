@@ -134,13 +134,20 @@ UNUSED_SETTINGS = (
             "checkpoint.keep",
             "checkpoint.keep_every",
             "checkpoint.on_failure",
+            "checkpoint.memory_every",
         ),
         lambda config, _layout: "checkpoint.mode = off" if config.checkpoint.mode == "off" else "",
     ),
     UnusedSettings(
+        ("checkpoint.memory_every",),
+        lambda config, _layout: "launch.hosts = 1" if config.launch.hosts == 1 else "",
+    ),
+    UnusedSettings(
         ("checkpoint.overhead",),
         lambda config, _layout: (
-            "checkpoint.seconds = 0" if config.checkpoint.mode != "off" and not config.checkpoint.seconds else ""
+            "checkpoint.seconds = 0"
+            if config.checkpoint.mode != "off" and not (config.checkpoint.seconds or config.checkpoint.memory_every)
+            else ""
         ),
     ),
 )

@@ -6,12 +6,15 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from meshwright.channel import read_secret
 from meshwright.config import BLOCK_SIZES, Batch, BlockSizes, RunConfig
 from meshwright.config.device_defaults import is_resolved
 from meshwright.data.loader import MicroBatch
 from meshwright.data.source import Source
 from meshwright.optim.user_update import NO_USER_UPDATE, UserUpdate
 from meshwright.store.interface import Store
+from meshwright.store.memory.client import KeeperAddress
+from meshwright.store.memory.peer_store import PeerMemoryStore
 from meshwright.telemetry.events import Event
 from meshwright.telemetry.run_folder import RunFolder
 from meshwright.topology.layout import Layout
@@ -88,3 +91,13 @@ class Job:
     def as_attempt(self, attempt: int, restart: int, fork: bool) -> Job:
         """Returns this job as its next attempt. A fork is identified by the job's first attempt, so it happens once."""
         return replace(self, attempt=attempt, restart=restart, fork=attempt - restart if fork else 0)
+
+
+def open_peer_memory(job: Job) -> PeerMemoryStore | None:
+    """The memory of the hosts of a job that makes snapshots; None if it makes none."""
+    placement, checkpoint = job.placement, job.config.checkpoint
+    if placement is None or not checkpoint.memory_every or checkpoint.mode == "off":
+        return None
+    addresses = zip(placement.hosts, placement.addresses, placement.control_ports, strict=True)
+    keepers = [KeeperAddress(*address) for address in addresses]
+    return PeerMemoryStore(keepers, placement.index, job.attempt, read_secret())

@@ -10,6 +10,7 @@ from meshwright.checkpoint.frozen import separate_frozen
 from meshwright.checkpoint.listing import RunLineage, list_published, open_run_store
 from meshwright.checkpoint.restore import restore
 from meshwright.checkpoint.saver import CheckpointMetadata, CheckpointSaver, SaveResult
+from meshwright.checkpoint.snapshots.schedule import SnapshotSchedule
 from meshwright.checkpoint.state import CheckpointState, collect_state, digest_parallel_parameters
 from meshwright.checkpoint.verify import Damage
 from meshwright.config import config_to_dict
@@ -35,7 +36,7 @@ from meshwright.trainer.evaluate import Evaluation
 from meshwright.trainer.first_batch.choices import make_choices
 from meshwright.trainer.first_batch.fused_head_check import verify_fused_head
 from meshwright.trainer.identity import build_identity, check_run_folder, write_run_folder
-from meshwright.trainer.job import Job
+from meshwright.trainer.job import Job, open_peer_memory
 from meshwright.trainer.objective import Objective
 from meshwright.trainer.precision import Precision, named_operators, set_determinism
 from meshwright.trainer.records.plan_recorder import PlanRecorder
@@ -112,6 +113,7 @@ class Training:
         self.resume = self._build_resume_state()
         self.saver = self._build_saver()
         self.callbacks.run.on_keep = self.saver.keep_steps
+        self.snapshots = SnapshotSchedule(open_peer_memory(job), self.saver, self.log)
         self.step = self._build_step()
         axes = partial(group_axes, self.parallel_model, self.optimizer)
         self.profiler = StepProfiler(
@@ -210,7 +212,7 @@ class Training:
         context.before_update = self.saver.block_update
         context.on_gradient = self.job.observer.on_gradient
         if self.world.rank == 0:
-            context.save_state = self.saver.poll
+            context.save_state = self.snapshots.poll
         return Step(context)
 
     def _restore(self) -> int:
@@ -229,6 +231,8 @@ class Training:
             on_damaged=report_damage,
             owner=self.resume.owner,
             block_sizes=self.job.block_sizes,
+            memory=self.snapshots.store,
+            on_incomplete=self.snapshots.report_incomplete,
         )
         self.optimizer.after_restore(restored is not None)
         if restored is None:
@@ -239,13 +243,14 @@ class Training:
         self.parallel_model.round_masters()
         self.parallel_model.after_update()
         self.resume.apply(manifest, restored.owner_state, self.recorder, self.precision)
-        self.saver.continue_from(manifest)
+        self.saver.continue_from(manifest, bool(restored.hosts))
         self.log.write(
             "restored",
             step=manifest.step,
             checkpoint=restored.name,
             seconds=round(restored.seconds, 3),
             changes=self.resume.changes(manifest),
+            **restored.source(),
         )
         if manifest.timeline == self.lineage.timeline:
             self._record_extension(manifest.step, self.resume.steps_of(manifest))
@@ -333,11 +338,11 @@ class Training:
 
     def save_if_due(self) -> None:
         """Starts a save if the step control vector asked for one, and records the result of the previous save."""
-        if self.control.save_due:
+        if self.control.save_due or self.control.snapshot_due:
             raise_if_changed(self.job.sources)
             self.recorder.flush()
             with self.spans.span("save", self.done):
-                results = self.saver.save(self.checkpoint_metadata())
+                results = self.snapshots.save(self.checkpoint_metadata(), in_memory=not self.control.save_due)
             self._record_saves(results)
         elif self.control.save_finished:
             self._record_saves(self.saver.wait())
@@ -355,7 +360,7 @@ class Training:
             self._record_saves(results, required=True)
 
     def _record_saves(self, results: list[SaveResult], required: bool = False) -> None:
-        for result in results:
+        for result in self.snapshots.record(results):
             self.spans.checkpoint(result.step, result.seconds)
             if result.error is None:
                 self.log.write("checkpoint", **result.to_json())

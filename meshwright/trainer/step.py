@@ -58,8 +58,8 @@ class StepContext:
     """whether samples that cannot be decoded are left out instead of stopping the run"""
     signal_seen: Callable[[], int] = lambda: 0
     """the number of the signal that this rank has received, or 0"""
-    save_state: Callable[[int], tuple[bool, bool]] = lambda _done: (False, False)
-    """for a number of completed steps: (a checkpoint is due, the previous save has finished)"""
+    save_state: Callable[[int], tuple[bool, bool, bool]] = lambda _done: (False, False, False)
+    """for a number of completed steps: (a checkpoint is due, the previous save has finished, a snapshot is due)"""
     before_update: Callable[[], None] = lambda: None
     """called before parameters or optimizer state are written: a checkpoint may still be copied from them"""
     stop_requested: Callable[[], bool] = lambda: False
@@ -106,6 +106,8 @@ class StepControl:
     """a checkpoint is due once this step is done"""
     save_finished: bool = False
     """the previous save has finished"""
+    snapshot_due: bool = False
+    """a snapshot in the memory of the hosts is due once this step is done"""
 
 
 @dataclass
@@ -326,8 +328,8 @@ class Step:
 
     def _control_vector(self, step: int, batches: list[MicroBatch]) -> list[int]:
         """Returns this rank's step control vector: tokens, bad samples, ranks with bad samples, SIGINT, SIGTERM, save
-        due, save finished, stop requested, and for every pipeline rank the hash of its last use of the model, and its
-        square.
+        due, save finished, snapshot due, stop requested, and for every pipeline rank the hash of its last use of the
+        model, and its square.
         """
         bad = sum(len(batch.bad_samples) for batch in batches)
         received = self.context.signal_seen()
@@ -353,7 +355,7 @@ class Step:
 
     def _read_control(self, step: int, batches: list[MicroBatch], sums: Tensor) -> StepControl:
         """Reads the summed control vector. It is equal on every rank, so every rank stops at this step or none does."""
-        tokens, bad, bad_ranks, interrupted, terminated, due, finished, stops, *uses = sums.tolist()
+        tokens, bad, bad_ranks, interrupted, terminated, due, finished, snapshot, stops, *uses = sums.tolist()
         ranks = self.world.size // self.context.pipeline_ranks
         # Cauchy-Schwarz: equality holds only if all ranks with the same stages have the same hash
         if any(squares * ranks != used**2 for used, squares in zip(uses[::2], uses[1::2], strict=True)):
@@ -372,7 +374,7 @@ class Step:
             raise StoppedBySignal(signal.SIGINT if interrupted else signal.SIGTERM, step)
         if stops:
             raise StopRequested
-        return StepControl(tokens, bad, bool(due), bool(finished))
+        return StepControl(tokens, bad, bool(due), bool(finished), bool(snapshot))
 
 
 def copy_to_host(tensor: Tensor) -> Tensor:

@@ -35,6 +35,8 @@ from meshwright.recover.lease import (
 )
 from meshwright.recover.running_ranks import StartAttempt, Viewer
 from meshwright.recover.supervisor import received_signals, supervise, warn
+from meshwright.store.memory.keeper import SnapshotKeeper
+from meshwright.store.memory.session import KeeperSession, decode_hello
 from meshwright.telemetry.run_folder import RunFolder
 
 ADDRESS_VARIABLE = "MESHWRIGHT_HOST_ADDRESS"
@@ -92,6 +94,8 @@ class HostSupervisor:
     beside: Callable[[StartAttempt], StartAttempt]
     """Starts what runs beside the ranks on the host that leads."""
     fresh: bool = False
+    keeper: SnapshotKeeper | None = None
+    """What this host keeps in memory for the ranks of the job."""
     observation: float = OBSERVATION_SECONDS
 
     def __post_init__(self) -> None:
@@ -169,11 +173,16 @@ class HostSupervisor:
         warn(f"host {self.name} leads the job, waiting for {self.policy.hosts} host(s)")
         error: BaseException | None = None
         summary: Any = {}
+
+        def start(attempt: int, restart: int) -> HostRanks:
+            self._fence(attempt)
+            return ranks.start(attempt, restart)
+
         try:
             summary = supervise(
                 self.folder,
                 self.launch,
-                self.beside(ranks.start),
+                self.beside(start),
                 self.make_viewer,
                 lease=lease,
                 received=self.received,
@@ -193,15 +202,26 @@ class HostSupervisor:
             raise
         finally:
             self.leading = False
-            if not isinstance(error, BusyError | SteppedBack):
+            if isinstance(error, BusyError | SteppedBack):
+                self._fence(ranks.leader.attempt + 1)
+            else:
                 ranks.leave(error, summary if isinstance(summary, dict) else {})
             for connection in ranks.connections.values():
                 connection.close()
 
     def _serve(self, connection: Connection) -> None:
-        """Receives the messages of another host, in the thread of its connection."""
-        if self.leading:
-            receive_messages(connection, self.inbox)
+        """Receives the messages of another host, or the snapshots of a rank, in the thread of its connection."""
+        first = connection.receive(MAX_MESSAGE_BYTES)
+        if (attempt := decode_hello(first)) is not None:
+            if self.keeper is not None:
+                KeeperSession(self.keeper, connection, attempt).serve()
+        elif self.leading:
+            receive_messages(connection, self.inbox, first)
+
+    def _fence(self, attempt: int) -> None:
+        """Accepts no snapshots of attempts before this one from now on."""
+        if self.keeper is not None:
+            self.keeper.fence(attempt)
 
     def _follow(self, lease: LeaseView) -> dict[str, Any] | None:
         """Follows a leader. Returns how the job ended; None if the leader is lost."""
@@ -248,6 +268,7 @@ class HostSupervisor:
                     connection.send(encode_message(message))
             except ChannelError as error:
                 member.lose_leader(str(error))
+            self._fence(member.newest_attempt + bool(member.lost))  # others may replace the ranks of a lost host
             if member.lost and self.local.running is None:
                 warn(f"host {self.name} has lost the leader: {member.lost}")
                 return None
@@ -259,13 +280,13 @@ def raise_ended(leave: LeaveJob) -> None:
     raise JobEnded(leave.exit_code, leave.reason)
 
 
-def receive_messages(connection: Connection, inbox: Inbox) -> None:
+def receive_messages(connection: Connection, inbox: Inbox, first: bytes = b"") -> None:
     """Puts the messages of a connection into the inbox until it ends, or one is not valid. Beats are acknowledged at
-    once, with the time that the leader will count from.
+    once, with the time that the leader will count from. `first` is a message that was received already.
     """
     try:
         while True:
-            message = decode_message(connection.receive(MAX_MESSAGE_BYTES))
+            message, first = decode_message(first or connection.receive(MAX_MESSAGE_BYTES)), b""
             inbox.put((connection, message, time.monotonic()))
             if message["kind"] == "beat":
                 connection.send(encode_message(acknowledgement(message)))
@@ -283,6 +304,7 @@ def supervise_hosts(
     secret: bytes,
     beside: Callable[[StartAttempt], StartAttempt],
     fresh: bool,
+    keeper: SnapshotKeeper | None = None,
     **options: Any,
 ) -> Any:
     """Runs this host's part of a job on several hosts, and returns the summary of the job on every host. Options are
@@ -290,6 +312,6 @@ def supervise_hosts(
     """
     with received_signals() as received:
         supervisor = HostSupervisor(
-            folder, launch, launcher, make_viewer, policy, secret, received, options, beside, fresh
+            folder, launch, launcher, make_viewer, policy, secret, received, options, beside, fresh, keeper
         )
         return supervisor.run()

@@ -443,7 +443,7 @@ class SimulatedSupervisor:
             times.append(leader.killed_at + policy.host_timeout + EPSILON)
         else:
             times.append(leader.kill_at)
-        return max(min(times), self.clock() + EPSILON)
+        return float(max(min(times), self.clock() + EPSILON))
 
 
 class SimulatedExit(PeerError):
