@@ -2,8 +2,9 @@
 
 The cost is measured in one training of preset `small` on two hosts with a rank each, which alternates between blocks of
 steps with snapshots and without. The hosts are processes of this machine that reach each other over loopback, so that
-the copies compete with the training for its cores. CPU seconds, of ranks and hosts, depend less than the step time on
-what else runs on the machine; where every core trains, they are what snapshots take from the training.
+the copies compete with the training for its cores. The step time depends on what else runs on the machine. The share of
+CPU does so much less: it is the CPU seconds that ranks and hosts spend beside the training threads, above those of
+blocks without snapshots, and the stalls of the training threads, relative to all CPU seconds of the steps.
 
 The time to the next step after the loss of a host is that of a real job with a spare, relative to a cold restart of the
 job.
@@ -13,13 +14,14 @@ from __future__ import annotations
 
 import multiprocessing as mp
 import os
+import signal
 import statistics
 import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -45,8 +47,8 @@ EVERY = 5
 """Steps between snapshots."""
 ROUNDS = 4
 """Pairs of EVERY steps without a snapshot and as many with one."""
-Block = tuple[float, float]
-"""The seconds and the CPU seconds per step of a block of steps."""
+Block = tuple[float, float, float]
+"""Per step of a block: the seconds, the CPU seconds of the training thread, and those of everything beside it."""
 MAX_OVERHEAD = 0.02
 LOSSES = 3
 TRAIN_OPTIONS = (
@@ -85,8 +87,12 @@ def measure_overhead() -> dict[str, Any]:
         by_rank = run_ranks(measure_blocks, 2, job, (a, b), launch=job.config.launch, timeout=3600.0)
         snapshots = [event for event in read_events(run.events(0)) if event["kind"] == "snapshot"]
     without, with_snapshots = (list(zip(*(rank[kind] for rank in by_rank), strict=True)) for kind in (0, 1))
-    seconds = [[max(wall for wall, _ in ranks) for ranks in rounds] for rounds in (without, with_snapshots)]
-    cpu = [[sum(cpu for _, cpu in ranks) for ranks in rounds] for rounds in (without, with_snapshots)]
+    seconds = [[max(wall for wall, _, _ in ranks) for ranks in rounds] for rounds in (without, with_snapshots)]
+    beside = [[sum(cpu for _, _, cpu in ranks) for ranks in rounds] for rounds in (without, with_snapshots)]
+    cpu = statistics.median(sum(training + other for _, training, other in ranks) for ranks in without)
+    stall = 2 * statistics.median(s["stall_seconds"] for s in snapshots) / EVERY
+    shares = sorted(round((b - a + stall) / cpu, 4) for a, b in zip(*beside, strict=True))
+    extra = sorted(round(b / a - 1, 4) for a, b in zip(*seconds, strict=True))
     return {
         "preset": "small",
         "every": EVERY,
@@ -96,15 +102,10 @@ def measure_overhead() -> dict[str, Any]:
         "snapshot_seconds": round(statistics.median(s["seconds"] for s in snapshots), 4),
         "stall_seconds": round(statistics.median(s["stall_seconds"] for s in snapshots), 5),
         "step_seconds": round(statistics.median(seconds[0]), 4),
-        "cpu_seconds_per_step": round(statistics.median(cpu[0]), 4),
-        "overhead": overhead(*seconds),
-        "cpu_overhead": overhead(*cpu),
+        "cpu_seconds_per_step": round(cpu, 4),
+        "overhead": {"median": statistics.median(extra), "all": extra},
+        "cpu_share": {"median": statistics.median(shares), "all": shares},
     }
-
-
-def overhead(without: list[float], with_snapshots: list[float]) -> dict[str, Any]:
-    extra = [round(b / a - 1, 4) for a, b in zip(without, with_snapshots, strict=True)]
-    return {"median": statistics.median(extra), "all": sorted(extra)}
 
 
 def measure_blocks(world: World, job: Job, hosts: tuple[tuple[int, int], ...]) -> tuple[list[Block], list[Block]]:
@@ -123,12 +124,15 @@ def measure_blocks(world: World, job: Job, hosts: tuple[tuple[int, int], ...]) -
 
 def run_block(training: Training, steps: int, every: int, host: int) -> Block:
     training.snapshots.every = every
-    start, cpu = time.perf_counter(), time.process_time() + cpu_seconds(host)
+    start, training_cpu = time.perf_counter(), time.thread_time()
+    cpu = time.process_time() + cpu_seconds(host)
     for _ in range(steps):
         training.run_step()
         training.save_if_due()
     training.recorder.flush()
-    return (time.perf_counter() - start) / steps, (time.process_time() + cpu_seconds(host) - cpu) / steps
+    seconds, training_cpu = time.perf_counter() - start, time.thread_time() - training_cpu
+    beside = time.process_time() + cpu_seconds(host) - cpu - training_cpu
+    return seconds / steps, training_cpu / steps, beside / steps
 
 
 def cpu_seconds(process: int) -> float:
@@ -160,9 +164,12 @@ def serve_keeper(writer: Any) -> None:
         if (attempt := decode_hello(connection.receive())) is not None:
             KeeperSession(keeper, connection, attempt).serve()
 
-    writer.send(Listener("127.0.0.1", read_secret(), serve).port)
-    with suppress(KeyboardInterrupt):
+    signal.signal(signal.SIGTERM, lambda _number, _frame: sys.exit())
+    try:
+        writer.send(Listener("127.0.0.1", read_secret(), serve).port)
         time.sleep(1e6)
+    finally:
+        folder.remove()
 
 
 def measure_recovery() -> dict[str, Any]:

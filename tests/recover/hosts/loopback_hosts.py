@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from small_run import SMALL
 
 from meshwright.api.snapshot_keeper import PREFIX, SHARED_MEMORY
-from meshwright.checkpoint.manifest import MANIFEST_FILE
+from meshwright.checkpoint.manifest import MANIFEST_FILE, InvalidManifest, Manifest
 from meshwright.recover.incidents import Incident, read_incidents
 from meshwright.telemetry.events import read_events
 from meshwright.telemetry.run_folder import RunFolder
@@ -73,6 +75,16 @@ class LoopbackJob:
         """Whether rank 0 has completed a number of steps in the first attempt."""
         return any(event["step"] + 1 >= step for event in self.events("step"))
 
+    def snapshots(self) -> list[int]:
+        """The steps of the snapshots of this run that are in the memory of this machine, one for every host."""
+        steps = []
+        for path in SHARED_MEMORY.glob(f"{PREFIX}*/checkpoints/*/{MANIFEST_FILE}"):
+            with suppress(OSError, InvalidManifest):  # removed meanwhile
+                manifest = Manifest.decode(path.read_bytes())
+                if manifest.run == json.loads(self.folder.identity_file.read_text())["run"]:
+                    steps.append(manifest.step)
+        return sorted(steps)
+
     def events(self, kind: str) -> list[dict[str, Any]]:
         path = self.folder.events(0)
         return [event for event in read_events(path) if event["kind"] == kind] if path.exists() else []
@@ -94,14 +106,3 @@ class LoopbackJob:
         for process in self.supervisors.values():
             process.kill()
             process.wait()
-
-
-def snapshot_steps() -> dict[int, int]:
-    """The steps of the snapshots that exist on this machine, and on how many hosts each has a manifest."""
-    found = [path.parent.name for path in snapshot_folders(f"*/*/{MANIFEST_FILE}")]
-    steps = [int(name.removeprefix("step-").partition(".")[0]) for name in found]
-    return {step: steps.count(step) for step in sorted(steps)}
-
-
-def snapshot_folders(pattern: str = "") -> list[Path]:
-    return sorted(SHARED_MEMORY.glob(f"{PREFIX}*/{pattern}".rstrip("/")))
