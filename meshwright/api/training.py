@@ -20,12 +20,12 @@ from meshwright.config import RunConfig, config_to_dict
 from meshwright.errors import ConfigError, MeshwrightError
 from meshwright.io import read_json
 from meshwright.launch.fork_server import ForkServer
-from meshwright.launch.hosts_policy import hosts_policy
 from meshwright.launch.user_code.user_code import UserCode
 from meshwright.measure.preflight.hosts.job import require_preflight
 from meshwright.observe.event_viewer import EventViewer, SilentDisplay
 from meshwright.observe.metrics.exporter import RunExporter
 from meshwright.observe.terminal import EventDisplay, Terminal
+from meshwright.recover.hosts.hosts_policy import hosts_policy
 from meshwright.recover.hosts.supervise_hosts import supervise_hosts
 from meshwright.recover.running_ranks import RunningRanks
 from meshwright.recover.supervisor import supervise, warn

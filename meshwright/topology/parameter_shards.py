@@ -13,8 +13,7 @@ from math import prod
 from meshwright.config import RunConfig
 from meshwright.topology.layout import Layout, stages_per_rank
 from meshwright.topology.parameter_shapes import ModelShape, ParameterShape, padded_numel, shard_shape
-from meshwright.topology.schedules import stages_on_rank
-from meshwright.topology.stage_partition import partition_blocks
+from meshwright.topology.schedules import partition_blocks, stages_on_rank
 
 
 @dataclass(frozen=True)

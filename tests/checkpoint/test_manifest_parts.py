@@ -26,7 +26,7 @@ from meshwright.store.posix import PosixStore
 PARTS = [part_file(0), part_file(1)]
 BLOCKS = BlockSizes(digest_bytes=512)
 TOO_MANY = MAX_PARTS_BYTES // MAX_PART_BYTES + 1
-"""Parts of the largest size that are larger together than all parts may be."""
+"""Enough parts of the largest size to exceed the limit of all parts."""
 
 
 @pytest.fixture(scope="module")

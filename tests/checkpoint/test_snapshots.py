@@ -18,6 +18,7 @@ from meshwright.store.posix import PosixStore
 from meshwright.telemetry.events import EventLog, read_events
 
 SHARD = "rank-00000.shard"
+PART = "rank-00000.part.json"
 
 
 class RunOnHosts:
@@ -88,7 +89,7 @@ def run(tmp_path):
 
 def test_snapshot_is_on_the_own_host_and_on_the_next_and_its_manifest_on_all(run):
     assert run.save(3, in_memory=True) == ""
-    assert run.files("a") == run.files("b") == {(3, SHARD), (3, "manifest.json")}
+    assert run.files("a") == run.files("b") == {(3, SHARD), (3, PART), (3, "manifest.json")}
     assert run.files("c") == {(3, "manifest.json")}
     (event,) = run.events("snapshot")
     assert (event["step"], event["skipped"]) == (3, 0)
@@ -138,7 +139,7 @@ def test_checkpoint_is_restored_if_both_hosts_of_a_snapshot_are_lost(run):
     result = run.restore()
     assert (result.manifest.step, result.hosts, run.damaged) == (5, [], [])
     (message,) = run.incomplete
-    assert message.startswith(f"7: 1 of 1 files are on no host that is left ({SHARD}); b: 127.0.0.1:")
+    assert message.startswith(f"7: 2 of 2 files are on no host that is left ({SHARD}); b: 127.0.0.1:")
 
 
 def test_run_without_a_checkpoint_starts_again_if_its_snapshots_are_lost(run):

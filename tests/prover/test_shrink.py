@@ -19,8 +19,7 @@ from meshwright.prover.shrink.source import MaskedSource, ModuloSource
 from meshwright.simulator.fake_ddp import MIB, bucket_counts
 from meshwright.topology.layout import Layout, stages_per_rank
 from meshwright.topology.parameter_shards import uses_ddp
-from meshwright.topology.schedules import find_schedule
-from meshwright.topology.stage_partition import partition_blocks
+from meshwright.topology.schedules import find_schedule, partition_blocks
 from meshwright.topology.unsupported import validate
 from tests.hybrid_layouts import HYBRIDS, balanced_config
 from tests.prover.valid_configs import valid_configs

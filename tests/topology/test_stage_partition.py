@@ -7,7 +7,7 @@ from itertools import combinations
 import pytest
 
 from meshwright.errors import ConfigError
-from meshwright.topology.stage_partition import partition_blocks
+from meshwright.topology.schedules import partition_blocks
 
 
 def test_stages_are_consecutive_and_not_empty():

@@ -24,7 +24,7 @@ from meshwright.store.interface import Store
 READ_THREADS = min(16, 4 * (os.cpu_count() or 1))
 """Threads that read parts: on network storage a read is mostly waiting."""
 PARTS_AT_ONCE = 256
-"""Parts that are in memory as objects at the same time; their rows are ten times smaller."""
+"""How many parts are in memory as objects at the same time; their rows are ten times smaller."""
 
 
 class CheckpointIndex:

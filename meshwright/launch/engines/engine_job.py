@@ -13,8 +13,8 @@ from pathlib import Path
 
 from meshwright.config import RunConfig
 from meshwright.errors import ConfigError
-from meshwright.launch.hosts_policy import hosts_policy
 from meshwright.models.initial_model import load_run_config
+from meshwright.recover.hosts.hosts_policy import hosts_policy
 
 NO_OPTIONS: Mapping[str, str] = {}
 MAX_HOSTS = 65_536

@@ -21,7 +21,7 @@ from meshwright.models.architecture import Architecture
 from meshwright.models.registry import run_spec
 from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.topology import schedules
-from meshwright.topology.stage_partition import partition_blocks
+from meshwright.topology.schedules import partition_blocks
 
 
 @dataclass(frozen=True)

@@ -36,7 +36,7 @@ from meshwright.planner.cost.stage_parameters import StageLayers, StageParameter
 from meshwright.planner.cost.step_time import StepFlops, step_flops
 from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.planner.workload.traced_model import TracedModel
-from meshwright.topology.stage_partition import partition_blocks
+from meshwright.topology.schedules import partition_blocks
 
 
 @dataclass(frozen=True)

@@ -89,6 +89,12 @@ def beat(leader: Leader, *names: str, now: float) -> None:
         leader.receive(name, message, now)
 
 
+def begin_again(leader: Leader, now: float) -> None:
+    """Begins the second attempt; the leader's own host names another port for its store with its next beat."""
+    leader.begin(2, 1, now)
+    beat(leader, "a", now=now)
+
+
 def end(leader: Leader, name: str, now: float, outcome: dict | None = None) -> None:
     leader.receive(name, {"kind": "ended", "attempt": leader.attempt, "outcome": outcome or {"summary": {}}}, now)
 
@@ -151,7 +157,7 @@ def test_spare_host_takes_the_place_of_a_lost_one():
     leader.lose("b", "gone", 3.0)
     leader.tick(3.0)
     end(leader, "a", 4.0, {"failures": []})
-    leader.begin(2, 1, 5.0)
+    begin_again(leader, 5.0)
     leader.tick(5.0)
     assert leader.placed == ["a", "c"]
 
@@ -162,7 +168,7 @@ def test_host_that_ended_attempts_is_placed_after_a_spare_that_did_not():
     leader.tick(3.0)
     end(leader, "a", 4.0, {"failures": []})
     join(leader, "b", 4.5, token="b2")
-    leader.begin(2, 1, 5.0)
+    begin_again(leader, 5.0)
     leader.tick(5.0)
     assert leader.placed == ["a", "c"]
 
@@ -170,7 +176,7 @@ def test_host_that_ended_attempts_is_placed_after_a_spare_that_did_not():
 def test_host_that_still_runs_ranks_of_an_earlier_attempt_is_not_placed():
     leader = running_leader()
     end(leader, "a", 2.0, {"failures": []})
-    leader.begin(2, 1, 3.0)
+    begin_again(leader, 3.0)
     leader.tick(3.0)
     assert leader.placed == []
     leader.receive("b", {"kind": "ended", "attempt": 1, "outcome": {"failures": []}}, 4.0)
@@ -184,7 +190,7 @@ def test_host_that_returns_with_an_old_attempt_is_told_to_kill_its_ranks():
     leader.lose("b", "gone", 3.0)
     join(leader, "b", 4.0, token="b", attempt=1)
     assert ("b", {"kind": "kill", "attempt": 1}) in leader.outbox
-    leader.begin(2, 1, 5.0)
+    begin_again(leader, 5.0)
     leader.tick(5.0)
     assert leader.placed == []
 
@@ -208,7 +214,7 @@ def test_job_continues_on_fewer_hosts_if_it_may_and_the_batch_divides():
     leader.tick(3.0)
     for name in ("a", "c"):
         end(leader, name, 4.0, {"failures": []})
-    leader.begin(2, 1, 5.0)
+    begin_again(leader, 5.0)
     leader.tick(5.0)
     assert leader.placed == []  # a host may return
     beat(leader, "c", now=5.0 + TIMEOUT)
@@ -231,7 +237,7 @@ def test_leader_that_lost_every_other_host_gives_up_early():
     leader.lose("b", "gone", 3.0)
     leader.tick(3.0)
     end(leader, "a", 4.0, {"failures": []})
-    leader.begin(2, 1, 5.0)
+    begin_again(leader, 5.0)
     leader.tick(5.0 + TIMEOUT)
     assert leader.failure.startswith("1 of 2 host(s) are ready (a)")
 

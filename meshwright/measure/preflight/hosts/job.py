@@ -11,8 +11,8 @@ from meshwright.channel import mac, read_secret
 from meshwright.config import RunConfig
 from meshwright.errors import ConfigError, PeerError
 from meshwright.launch.fork_server import ForkServer
-from meshwright.launch.hosts_policy import hosts_policy
 from meshwright.measure.preflight.report import PreflightReport
+from meshwright.recover.hosts.hosts_policy import hosts_policy
 from meshwright.recover.hosts.supervise_hosts import supervise_hosts
 from meshwright.recover.lease import host_name
 from meshwright.telemetry.run_folder import RunFolder
