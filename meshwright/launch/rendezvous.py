@@ -140,9 +140,9 @@ def join_process_group(
 
 
 def interface_of(address: str) -> str:
-    """The network interface of this host that has an IPv4 address; '' if there is none, for a host name for example."""
+    """The network interface of this host that has an IPv4 address, or the one that a name resolves to; '' if none has."""
     try:
-        wanted = socket.inet_aton(address)
+        wanted = socket.inet_aton(socket.gethostbyname(address))
     except OSError:
         return ""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
