@@ -48,7 +48,10 @@ def measure_recovery(hosts: int, lost: str, scenario: Scenario, seed: int = 0) -
     cluster.power_off(victim)
     loop.run(limit, lambda: len(cluster.store.leases) > 1)
     detected = loop.now - lost_at
-    newer = lambda: any(attempt > first.attempt for attempt in cluster.restored_at)  # noqa: E731
+
+    def newer() -> bool:
+        return any(attempt > first.attempt for attempt in cluster.restored_at)
+
     loop.run(limit, newer)
     assert newer(), f"{hosts} hosts do not train again after {limit:.0f} s"
     started = cluster.started_at[max(cluster.restored_at)] - lost_at
