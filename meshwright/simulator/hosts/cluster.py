@@ -35,7 +35,7 @@ class SimulatedHost:
     """Until when a pause or a slow kill excuses ranks of this host that end late."""
 
 
-class Cluster:
+class HostCluster:
     """Hosts, network, store and ranks of one schedule."""
 
     def __init__(self, scenario: Scenario, loop: EventLoop) -> None:

@@ -9,7 +9,7 @@ from meshwright.simulator.hosts.store import manifest_of
 
 if TYPE_CHECKING:
     from meshwright.checkpoint.listing import CheckpointEntry
-    from meshwright.simulator.hosts.cluster import Cluster
+    from meshwright.simulator.hosts.cluster import HostCluster
     from meshwright.simulator.hosts.leading import LeadingSupervisor
     from meshwright.simulator.hosts.training import RankGroup, SimulatedRanks
 
@@ -48,7 +48,7 @@ class Violation:
 class Invariants:
     """Watches one cluster."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: HostCluster) -> None:
         self.cluster = cluster
         self.violations: list[Violation] = []
         self.watched: set[tuple[str, str, int]] = set()

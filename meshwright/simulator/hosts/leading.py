@@ -25,7 +25,7 @@ from meshwright.telemetry.run_folder import RunFolder
 from meshwright.topology.placement import Placement
 
 if TYPE_CHECKING:
-    from meshwright.simulator.hosts.cluster import Cluster
+    from meshwright.simulator.hosts.cluster import HostCluster
 
 Steps = Generator[Wait, None, Any]
 EPSILON = 1e-3
@@ -48,7 +48,7 @@ class SimulatedHostRanks(HostRanks):
 class LeadingSupervisor:
     """A supervisor process of a host, as far as it leads."""
 
-    def __init__(self, cluster: Cluster, host: str, number: int, clock: HostClock) -> None:
+    def __init__(self, cluster: HostCluster, host: str, number: int, clock: HostClock) -> None:
         self.cluster, self.loop, self.host, self.clock = cluster, cluster.loop, host, clock
         self.token, self.port = f"{host}-{number}", number
         self.scenario = cluster.scenario

@@ -12,7 +12,7 @@ from meshwright.recover.hosts.leader import Ended, Host, Leader
 from meshwright.recover.hosts.member import Member
 from meshwright.recover.incidents import Incident
 from meshwright.simulator.hosts import invariants
-from meshwright.simulator.hosts.cluster import Cluster
+from meshwright.simulator.hosts.cluster import HostCluster
 from meshwright.simulator.hosts.schedule import run_schedule
 from meshwright.simulator.hosts.store import SharedStore
 from meshwright.simulator.hosts.training import RankGroup
@@ -40,7 +40,7 @@ def publish_without_check(group, step, last):
 
 def lease_inherits_nothing(patch):
     """A takeover forgets the checkpoints of earlier attempts, so that the job begins again."""
-    patch.setattr(Cluster, "inherited", lambda cluster: {})
+    patch.setattr(HostCluster, "inherited", lambda cluster: {})
 
 
 def election_ignores_beats(patch):
