@@ -8,10 +8,11 @@ from __future__ import annotations
 
 import sys
 import time
+from functools import cache
 from typing import Any
 
 from meshwright.recover.checkpoint_interval import best_checkpoint_interval, goodput
-from meshwright.simulator.hosts.recovery_times import LEADS, LOST, measure_recovery
+from meshwright.simulator.hosts.recovery_times import LEADS, LOST, RecoveryTimes, measure_recovery
 from meshwright.simulator.hosts.scenario import Scenario
 
 RANKS_PER_HOST = 8
@@ -56,7 +57,7 @@ def measure() -> dict[str, Any]:
 
 def measure_size(ranks: int, scenario: Scenario) -> dict[str, Any]:
     hosts = ranks // RANKS_PER_HOST
-    times = {lost: measure_recovery(min(hosts, MAX_SIMULATED_HOSTS), lost, scenario) for lost in (LOST, LEADS)}
+    times = simulate(min(hosts, MAX_SIMULATED_HOSTS), scenario)
     outage = times[LOST].started + RANK_START_SECONDS + RESTORE_SECONDS
     row: dict[str, Any] = {"hosts": hosts, "simulated_hosts": min(hosts, MAX_SIMULATED_HOSTS)}
     for lost, found in times.items():
@@ -72,6 +73,11 @@ def measure_size(ranks: int, scenario: Scenario) -> dict[str, Any]:
         for stall in STALLS
     }
     return row
+
+
+@cache
+def simulate(hosts: int, scenario: Scenario) -> dict[str, RecoveryTimes]:
+    return {lost: measure_recovery(hosts, lost, scenario) for lost in (LOST, LEADS)}
 
 
 def goodput_at(mtbf: float, stall: float, outage: float) -> dict[str, float]:

@@ -54,7 +54,9 @@ class HostRanks:
 
     def start(self, attempt: int, restart: int) -> HostRanks:
         self.checkpointed = False
-        self.member.next_beat = 0.0  # with a port for this attempt
+        if (own := self.leader.hosts.get(self.member.host)) is not None:
+            # Each attempt has a port of its own: ranks of an earlier one that still connect must not find this one.
+            own.port = self.member.free_port()
         self.leader.begin(attempt, restart, self.clock())
         return self
 

@@ -44,7 +44,7 @@ class Host:
     address: str
     control_port: int
     port: int
-    """A free port, for the store of the next process group; 0 once it is used, until the next beat."""
+    """A free port, for the store of the next process group."""
     heard: float
     """When its last message arrived."""
     attempt: int = 0
@@ -225,7 +225,7 @@ class Leader:
         patience = (
             self.policy.form_timeout if not self.restart else min(self.policy.host_timeout, self.policy.form_timeout)
         )
-        if self.own not in self.hosts or not self.hosts[self.own].port:
+        if self.own not in self.hosts:
             return
         if len(idle) >= self.policy.hosts:
             self._place(idle, self.policy.hosts)
@@ -254,8 +254,7 @@ class Leader:
         hosts, per_host = tuple(self.placed), self.policy.ranks_per_host
         addresses = tuple(self.hosts[name].address for name in hosts)
         control_ports = tuple(self.hosts[name].control_port for name in hosts)
-        # Each attempt has a port of its own: ranks of an earlier one that still connect must not find this one.
-        port, self.hosts[hosts[0]].port = self.hosts[hosts[0]].port, 0
+        port = self.hosts[hosts[0]].port
         for index, name in enumerate(hosts):
             placement = Placement(index * per_host, per_host, hosts, addresses, control_ports, port)
             self.placement = self.placement or placement

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from meshwright.recover.hosts.leader import HostsPolicy
 from meshwright.simulator.hosts.events import EventLoop, HostClock, Process
 from meshwright.simulator.hosts.invariants import Invariants
+from meshwright.simulator.hosts.leading import LeadingSupervisor
 from meshwright.simulator.hosts.network import Network
 from meshwright.simulator.hosts.network import Path as NetworkPath
 from meshwright.simulator.hosts.scenario import Scenario
@@ -34,7 +35,7 @@ class SimulatedHost:
     """Until when a pause or a slow kill excuses ranks of this host that end late."""
 
 
-class Cluster:
+class HostCluster:
     """Hosts, network, store and ranks of one schedule."""
 
     def __init__(self, scenario: Scenario, loop: EventLoop) -> None:
@@ -148,7 +149,7 @@ class Cluster:
         host.disturbed_until = float("inf")
         return resume
 
-    def supervisor_ended(self, supervisor: SimulatedSupervisor) -> None:
+    def supervisor_ended(self, supervisor: LeadingSupervisor) -> None:
         self.loop.note(supervisor.host, f"supervisor ends with exit code {supervisor.exit_code}")
         for end in self.network.ends:
             if end.process is supervisor.process:
@@ -175,7 +176,7 @@ class Cluster:
         if leader is not None and leader.process is process:
             self.instant(leader)
 
-    def instant(self, supervisor: SimulatedSupervisor) -> None:
+    def instant(self, supervisor: LeadingSupervisor) -> None:
         """Kills a leader at an instant that the schedule has drawn."""
         if not self.kill_at_instants or self.leader is not supervisor:
             return
@@ -234,7 +235,7 @@ class Cluster:
 
     # Findings.
 
-    def check_leader(self, supervisor: SimulatedSupervisor) -> None:
+    def check_leader(self, supervisor: LeadingSupervisor) -> None:
         self.invariants.check_leader(supervisor)
 
     def violation(self, invariant: str, message: str) -> None:

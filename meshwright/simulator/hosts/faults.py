@@ -6,27 +6,27 @@ from collections.abc import Callable
 from random import Random
 
 from meshwright.recover.failures import Failure
-from meshwright.simulator.hosts.cluster import Cluster
+from meshwright.simulator.hosts.cluster import HostCluster
 from meshwright.simulator.hosts.network import Path
 from meshwright.simulator.hosts.training import NOW
 
 Heal = Callable[[], None]
 
 
-def draw_seconds(cluster: Cluster, random: Random) -> float:
+def draw_seconds(cluster: HostCluster, random: Random) -> float:
     """How long a fault lasts: briefly, about as long as the timeouts, or longer than all of them."""
     timeout = cluster.scenario.host_timeout
     low, high = random.choice(((0.1, 2.0), (0.4 * timeout, 0.8 * timeout), (0.8 * timeout, 2.0 * timeout)))
     return random.uniform(low, high)
 
 
-def draw_host(cluster: Cluster, random: Random) -> str:
+def draw_host(cluster: HostCluster, random: Random) -> str:
     """A host; often the one that leads, because it matters most."""
     leader = cluster.leader
     return leader.host if leader is not None and random.random() < 0.4 else random.choice(sorted(cluster.hosts))
 
 
-def lose_power(cluster: Cluster, random: Random) -> Heal:
+def lose_power(cluster: HostCluster, random: Random) -> Heal:
     name = draw_host(cluster, random)
     cluster.power_off(name)
 
@@ -37,13 +37,13 @@ def lose_power(cluster: Cluster, random: Random) -> Heal:
     return heal
 
 
-def kill_supervisor(cluster: Cluster, random: Random) -> Heal:
+def kill_supervisor(cluster: HostCluster, random: Random) -> Heal:
     name = draw_host(cluster, random)
     cluster.kill_supervisor(name)
     return lambda: cluster.start_supervisor(name)
 
 
-def restart_half(cluster: Cluster, random: Random) -> Heal:
+def restart_half(cluster: HostCluster, random: Random) -> Heal:
     names = random.sample(sorted(cluster.hosts), max(1, len(cluster.hosts) // 2))
     for name in names:
         cluster.kill_supervisor(name)
@@ -55,7 +55,7 @@ def restart_half(cluster: Cluster, random: Random) -> Heal:
     return heal
 
 
-def kill_leader_at_instant(cluster: Cluster, random: Random) -> Heal:
+def kill_leader_at_instant(cluster: HostCluster, random: Random) -> Heal:
     """Kills the leader between two messages, or between two operations of the store."""
     cluster.kill_at_instants.add(cluster.instants + random.randint(1, 60))
 
@@ -67,21 +67,21 @@ def kill_leader_at_instant(cluster: Cluster, random: Random) -> Heal:
     return heal
 
 
-def crash_rank(cluster: Cluster, random: Random) -> Heal:
+def crash_rank(cluster: HostCluster, random: Random) -> Heal:
     ranks = cluster.hosts[draw_host(cluster, random)].ranks
     if ranks is not None:
         ranks.end(Failure(ranks.placement.first_rank, "Killed", "was killed by signal 9 (SIGKILL)", 8, NOW))
     return lambda: None
 
 
-def hang_rank(cluster: Cluster, random: Random) -> Heal:
+def hang_rank(cluster: HostCluster, random: Random) -> Heal:
     ranks = cluster.hosts[draw_host(cluster, random)].ranks
     if ranks is not None and ranks.runs and ranks.group.formed and not ranks.group.finishing:
         ranks.group.hung = True
     return lambda: None
 
 
-def cut_paths(cluster: Cluster, paths: list[Path]) -> Heal:
+def cut_paths(cluster: HostCluster, paths: list[Path]) -> Heal:
     for path in paths:
         cluster.network.cut_path(path)
 
@@ -92,26 +92,26 @@ def cut_paths(cluster: Cluster, paths: list[Path]) -> Heal:
     return heal
 
 
-def partition(cluster: Cluster, random: Random) -> Heal:
+def partition(cluster: HostCluster, random: Random) -> Heal:
     """Separates some hosts from the others, in both directions."""
     names = sorted(cluster.hosts)
     side = set(random.sample(names, random.randint(1, len(names) - 1)))
     return cut_paths(cluster, [(a, b) for a in names for b in names if (a in side) != (b in side)])
 
 
-def partition_one_way(cluster: Cluster, random: Random) -> Heal:
+def partition_one_way(cluster: HostCluster, random: Random) -> Heal:
     """A host can send and not receive, or the reverse."""
     name, sends = draw_host(cluster, random), random.random() < 0.5
     others = [other for other in sorted(cluster.hosts) if other != name]
     return cut_paths(cluster, [(other, name) if sends else (name, other) for other in others])
 
 
-def cut_one_path(cluster: Cluster, random: Random) -> Heal:
+def cut_one_path(cluster: HostCluster, random: Random) -> Heal:
     sender, receiver = random.sample(sorted(cluster.hosts), 2)
     return cut_paths(cluster, [(sender, receiver)])
 
 
-def delay_messages(cluster: Cluster, random: Random) -> Heal:
+def delay_messages(cluster: HostCluster, random: Random) -> Heal:
     name, seconds = draw_host(cluster, random), random.uniform(0.2, 0.8 * cluster.scenario.host_timeout)
     paths = [path for other in sorted(cluster.hosts) if other != name for path in ((name, other), (other, name))]
     for path in paths:
@@ -124,7 +124,7 @@ def delay_messages(cluster: Cluster, random: Random) -> Heal:
     return heal
 
 
-def cut_store(cluster: Cluster, names: list[str]) -> Heal:
+def cut_store(cluster: HostCluster, names: list[str]) -> Heal:
     for name in names:
         cluster.store.unavailable[name] = cluster.store.unavailable.get(name, 0) + 1
         cluster.hosts[name].without_store_until = float("inf")
@@ -139,20 +139,20 @@ def cut_store(cluster: Cluster, names: list[str]) -> Heal:
     return heal
 
 
-def separate_from_store(cluster: Cluster, random: Random) -> Heal:
+def separate_from_store(cluster: HostCluster, random: Random) -> Heal:
     return cut_store(cluster, [draw_host(cluster, random)])
 
 
-def store_outage(cluster: Cluster, _random: Random) -> Heal:
+def store_outage(cluster: HostCluster, _random: Random) -> Heal:
     return cut_store(cluster, sorted(cluster.hosts))
 
 
-def pause_processes(cluster: Cluster, random: Random) -> Heal:
+def pause_processes(cluster: HostCluster, random: Random) -> Heal:
     supervisor, ranks = random.choice(((True, False), (False, True), (True, True)))
     return cluster.pause(draw_host(cluster, random), supervisor, ranks)
 
 
-def break_connection(cluster: Cluster, random: Random) -> Heal:
+def break_connection(cluster: HostCluster, random: Random) -> Heal:
     """A connection breaks: both ends learn of it, one end, or none."""
     ends = [end for end in cluster.network.ends if end.open and end.peer.open]
     if ends:
@@ -160,7 +160,7 @@ def break_connection(cluster: Cluster, random: Random) -> Heal:
     return lambda: None
 
 
-def end_slowly(cluster: Cluster, random: Random) -> Heal:
+def end_slowly(cluster: HostCluster, random: Random) -> Heal:
     """Killed processes of a host take long to end, as they do while a device or a file system does not answer."""
     host = cluster.hosts[draw_host(cluster, random)]
     host.slow_kill = random.uniform(0.5, 2.0 * cluster.scenario.host_timeout)
@@ -176,7 +176,7 @@ def end_slowly(cluster: Cluster, random: Random) -> Heal:
     return heal
 
 
-def pause_before_publication(cluster: Cluster, random: Random) -> Heal:
+def pause_before_publication(cluster: HostCluster, random: Random) -> Heal:
     """The host of rank 0 stops between the check of the fence and the publication, often until others take over."""
     scenario = cluster.scenario
     cluster.pause_before_publication = random.uniform(1.0, 2.0 * (scenario.host_timeout + scenario.observation))
@@ -187,7 +187,7 @@ def pause_before_publication(cluster: Cluster, random: Random) -> Heal:
     return heal
 
 
-FAULTS: dict[str, Callable[[Cluster, Random], Heal]] = {
+FAULTS: dict[str, Callable[[HostCluster, Random], Heal]] = {
     "lose power": lose_power,
     "kill supervisor": kill_supervisor,
     "restart half": restart_half,

@@ -9,8 +9,8 @@ from meshwright.simulator.hosts.store import manifest_of
 
 if TYPE_CHECKING:
     from meshwright.checkpoint.listing import CheckpointEntry
-    from meshwright.simulator.hosts.cluster import Cluster
-    from meshwright.simulator.hosts.supervisor import SimulatedSupervisor
+    from meshwright.simulator.hosts.cluster import HostCluster
+    from meshwright.simulator.hosts.leading import LeadingSupervisor
     from meshwright.simulator.hosts.training import RankGroup, SimulatedRanks
 
 ONE_WRITER = "one writer"
@@ -48,7 +48,7 @@ class Violation:
 class Invariants:
     """Watches one cluster."""
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: HostCluster) -> None:
         self.cluster = cluster
         self.violations: list[Violation] = []
         self.watched: set[tuple[str, str, int]] = set()
@@ -107,7 +107,7 @@ class Invariants:
 
     # Hosts.
 
-    def supervisor_lost(self, supervisor: SimulatedSupervisor) -> None:
+    def supervisor_lost(self, supervisor: LeadingSupervisor) -> None:
         """A supervisor has died: its leader must notice."""
         leader, loop = self.cluster.leader, self.cluster.loop
         if leader is None or leader.leading is None or leader is supervisor:
@@ -117,7 +117,7 @@ class Invariants:
             bound = self.cluster.scenario.host_timeout * 1.011 + DETECTION_SLACK
             loop.after(bound, self._check_detected, leader, supervisor, loop.now)
 
-    def _check_detected(self, leader: SimulatedSupervisor, lost: SimulatedSupervisor, since: float) -> None:
+    def _check_detected(self, leader: LeadingSupervisor, lost: LeadingSupervisor, since: float) -> None:
         still_leads = leader.process.alive and leader.leading is not None and self.cluster.leader is leader
         host = self.cluster.hosts[leader.host]
         if not still_leads or leader.leading is None or max(host.disturbed_until, host.without_store_until) > since:
@@ -126,7 +126,7 @@ class Invariants:
         found = known is None or known.token != lost.token
         self.expect(found, DETECTION, f"{leader.token} still counts {lost.token}, lost at {since:.3f} s")
 
-    def check_leader(self, supervisor: SimulatedSupervisor) -> None:
+    def check_leader(self, supervisor: LeadingSupervisor) -> None:
         """Of hosts that the leader has just lost by their silence, no rank runs any more."""
         assert supervisor.leading is not None
         leader = supervisor.leading.leader

@@ -6,7 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from meshwright.simulator.hosts.cluster import Cluster
+from meshwright.simulator.hosts.cluster import HostCluster
 from meshwright.simulator.hosts.events import EventLoop
 from meshwright.simulator.hosts.scenario import Scenario
 
@@ -30,7 +30,7 @@ def measure_recovery(hosts: int, lost: str, scenario: Scenario, seed: int = 0) -
     scenario = replace(scenario, hosts=hosts, min_hosts=hosts, spares=1, steps=10**9, checkpoint_every=10**9)
     loop = EventLoop(seed)
     loop.max_events = float("inf")
-    cluster = Cluster(scenario, loop)
+    cluster = HostCluster(scenario, loop)
     for name in scenario.names:
         cluster.start_supervisor(name)
     limit = 10_000.0

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from random import Random
 
-from meshwright.simulator.hosts.cluster import Cluster
+from meshwright.simulator.hosts.cluster import HostCluster
 from meshwright.simulator.hosts.events import EventLoop
 from meshwright.simulator.hosts.faults import FAULTS, draw_seconds
 from meshwright.simulator.hosts.invariants import SETTLE_SECONDS, Violation
@@ -45,7 +45,7 @@ class Schedule:
         self.scenario = draw_scenario(self.random)
         self.loop = EventLoop(self.random.getrandbits(64))
         self.loop.trace = [] if trace else None
-        self.cluster = Cluster(self.scenario, self.loop)
+        self.cluster = HostCluster(self.scenario, self.loop)
         self.faults: list[str] = []
         self.pending = 0
         """Faults that have not struck or healed yet."""

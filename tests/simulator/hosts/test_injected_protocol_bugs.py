@@ -12,7 +12,7 @@ from meshwright.recover.hosts.leader import Ended, Host, Leader
 from meshwright.recover.hosts.member import Member
 from meshwright.recover.incidents import Incident
 from meshwright.simulator.hosts import invariants
-from meshwright.simulator.hosts.cluster import Cluster
+from meshwright.simulator.hosts.cluster import HostCluster
 from meshwright.simulator.hosts.schedule import run_schedule
 from meshwright.simulator.hosts.store import SharedStore
 from meshwright.simulator.hosts.training import RankGroup
@@ -40,7 +40,7 @@ def publish_without_check(group, step, last):
 
 def lease_inherits_nothing(patch):
     """A takeover forgets the checkpoints of earlier attempts, so that the job begins again."""
-    patch.setattr(Cluster, "inherited", lambda cluster: {})
+    patch.setattr(HostCluster, "inherited", lambda cluster: {})
 
 
 def election_ignores_beats(patch):
@@ -116,19 +116,11 @@ def join_keeps_the_record_of_the_old_supervisor(patch):
 
 
 def port_of_an_attempt_is_used_again(patch):
-    """The process group of the next attempt is at the address of the one before."""
-    place = Leader._place
-
-    def reuse(leader, idle, size):
-        port = leader.hosts[leader.own].port
-        place(leader, idle, size)
-        leader.hosts[leader.own].port = port
-
-    patch.setattr(Leader, "_place", reuse)
-    patch.setattr(HostRanks, "start", start_without_beat)
+    """The process group of the next attempt may be at the address of the one before, until the next beat."""
+    patch.setattr(HostRanks, "start", start_with_the_old_port)
 
 
-def start_without_beat(ranks, attempt, restart):
+def start_with_the_old_port(ranks, attempt, restart):
     ranks.checkpointed = False
     ranks.leader.begin(attempt, restart, ranks.clock())
     return ranks
