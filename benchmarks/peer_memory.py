@@ -39,7 +39,7 @@ from meshwright.store.memory.keeper import SnapshotKeeper
 from meshwright.store.memory.session import KeeperSession, decode_hello
 from meshwright.telemetry.events import EventFollower, read_events
 from meshwright.telemetry.run_folder import RunFolder
-from meshwright.topology.placement import Placement
+from meshwright.topology.placement import HostPlacement
 from meshwright.trainer.job import Job
 from meshwright.trainer.loop import Training
 
@@ -111,7 +111,7 @@ def measure_overhead() -> dict[str, Any]:
 def measure_blocks(world: World, job: Job, hosts: tuple[tuple[int, int], ...]) -> tuple[list[Block], list[Block]]:
     """Each block without a snapshot, and with one, on one rank; the CPU seconds are those of the rank and its host."""
     ports = tuple(port for port, _ in hosts)
-    placement = Placement(world.rank, 1, ("a", "b"), ("127.0.0.1",) * 2, ports, 1)
+    placement = HostPlacement(world.rank, 1, ("a", "b"), ("127.0.0.1",) * 2, ports, 1)
     training = Training(replace(job, placement=placement), world)
     blocks: tuple[list[Block], list[Block]] = ([], [])
     run_block(training, EVERY - 1, 0, os.getpid())  # a snapshot then begins after the first step of a block

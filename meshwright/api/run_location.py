@@ -18,7 +18,7 @@ from meshwright.store.mirror import make_mirror
 from meshwright.store.object_url import is_url
 from meshwright.store.record_pusher import RecordPusher
 from meshwright.telemetry.run_folder import RunFolder
-from meshwright.topology.placement import Placement
+from meshwright.topology.placement import HostPlacement
 
 if TYPE_CHECKING:
     from meshwright.launch.rendezvous import RendezvousInfo
@@ -63,7 +63,7 @@ class PushingLauncher:
     pusher: RecordPusher
     launcher: LocalLauncher
 
-    def start(self, attempt: int, restart: int, placement: Placement | None = None) -> RunningRanks:
+    def start(self, attempt: int, restart: int, placement: HostPlacement | None = None) -> RunningRanks:
         start = self.pusher.beside(lambda attempt, restart: self.launcher.start(attempt, restart, placement))
         return start(attempt, restart)
 

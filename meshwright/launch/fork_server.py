@@ -23,7 +23,7 @@ from meshwright.recover.incidents import read_heartbeats, tail_lines
 from meshwright.recover.supervisor import kill_rank
 from meshwright.telemetry.heartbeat import HeartbeatReading
 from meshwright.telemetry.run_folder import RunFolder
-from meshwright.topology.placement import Placement
+from meshwright.topology.placement import HostPlacement
 
 
 class ForkServer:
@@ -58,7 +58,7 @@ class ForkServer:
         assert self._process is not None
         return self._process.pid
 
-    def start(self, attempt: int, restart: int, placement: Placement | None = None) -> ForkServer:
+    def start(self, attempt: int, restart: int, placement: HostPlacement | None = None) -> ForkServer:
         """Requests the ranks of an attempt; this object then represents them (`RunningRanks`). A `placement` says which
         of them run on this host.
         """

@@ -21,7 +21,7 @@ from meshwright.errors import MeshwrightError, limit_error
 from meshwright.parent_death import exit_with_parent
 from meshwright.recover.failures import Failure, RanksFailed
 from meshwright.telemetry.run_folder import RunFolder
-from meshwright.topology.placement import Placement
+from meshwright.topology.placement import HostPlacement
 
 if TYPE_CHECKING:
     from meshwright.launch.ranks import Ranks
@@ -55,7 +55,7 @@ class ForkServerProcess:
         from meshwright.launch.user_code.make_custom_model import torch_seed
 
         values = options.pop("placement")
-        placement = Placement.from_json(values) if values is not None else None
+        placement = HostPlacement.from_json(values) if values is not None else None
         if self.job is None or (placement is not None and placement.world_size != self.job.layout.ranks):
             folder = RunFolder(Path(self.request["folder"]))
             config = config_from_dict(self.request["config"])

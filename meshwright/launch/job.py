@@ -39,7 +39,7 @@ from meshwright.store.object_process import make_requests_in_another_process
 from meshwright.telemetry.events import Event
 from meshwright.telemetry.heartbeat import Heartbeat
 from meshwright.telemetry.run_folder import RunFolder
-from meshwright.topology.placement import Placement
+from meshwright.topology.placement import HostPlacement
 from meshwright.topology.unsupported import validate
 from meshwright.torch_private import attention_backends, use_attention_backends
 from meshwright.trainer.callbacks.configured import run_callbacks
@@ -100,7 +100,7 @@ def make_job(
     )
 
 
-def start_ranks(job: Job, placement: Placement | None = None) -> Ranks:
+def start_ranks(job: Job, placement: HostPlacement | None = None) -> Ranks:
     """Forks the ranks of an attempt from this process: all of them, or those that a placement gives this host. The data
     may have changed since an earlier attempt.
     """

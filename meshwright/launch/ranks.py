@@ -36,7 +36,7 @@ from meshwright.parallel.world import World
 from meshwright.parent_death import exit_with_parent
 from meshwright.recover.failures import Failure, RanksFailed
 from meshwright.telemetry.heartbeat import Heartbeat, HeartbeatReading, read_heartbeat
-from meshwright.topology.placement import Placement
+from meshwright.topology.placement import HostPlacement
 
 Task = tuple[Callable[..., Any], tuple[Any, ...]]
 """The function that a rank runs, and its arguments after `world`."""
@@ -61,7 +61,7 @@ class Ranks:
         facts: Mapping[str, Any] | None = None,
         logs: Sequence[Path] | None = None,
         heartbeats: Sequence[Path] | None = None,
-        placement: Placement | None = None,
+        placement: HostPlacement | None = None,
     ) -> None:
         preload_optimizer()
         remove_stale_folders()
@@ -99,7 +99,7 @@ class Ranks:
         self,
         context: Any,
         payload: Task | str,
-        placement: Placement | None,
+        placement: HostPlacement | None,
         launch: LaunchConfig,
         facts: dict[str, Any],
         logs: Sequence[Path] | None,

@@ -28,7 +28,7 @@ from meshwright.launch.environment import started_by_torchrun
 from meshwright.parallel.world import World, device_type
 from meshwright.recover.lease import host_name
 from meshwright.telemetry.heartbeat import Heartbeat
-from meshwright.topology.placement import Placement
+from meshwright.topology.placement import HostPlacement
 
 SIOCGIFADDR = 0x8915
 """The request for the IPv4 address of a network interface (netdevice(7))."""
@@ -54,7 +54,7 @@ class RendezvousInfo:
     """The address by which other hosts reach this one: collectives use its network interface."""
 
     @classmethod
-    def from_placement(cls, placement: Placement, local_rank: int) -> RendezvousInfo:
+    def from_placement(cls, placement: HostPlacement, local_rank: int) -> RendezvousInfo:
         """A rank of this host in a job on several hosts; rank 0 serves the store."""
         rank, index = placement.first_rank + local_rank, placement.index
         return cls(
@@ -140,7 +140,7 @@ def join_process_group(
 
 
 def interface_of(address: str) -> str:
-    """The network interface of this host that has an IPv4 address, or the one that a name resolves to; '' if none has."""
+    """The network interface of this host that has an IPv4 address, or the address of a name; '' if none has."""
     try:
         wanted = socket.inet_aton(socket.gethostbyname(address))
     except OSError:

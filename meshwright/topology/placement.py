@@ -7,7 +7,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class Placement:
+class HostPlacement:
     """The ranks of one host in one attempt."""
 
     first_rank: int
@@ -39,7 +39,7 @@ class Placement:
         return dict(vars(self))  # not asdict: each of many hosts would copy the names of all of them
 
     @classmethod
-    def from_json(cls, values: dict[str, Any]) -> Placement:
+    def from_json(cls, values: dict[str, Any]) -> HostPlacement:
         """Raises ValueError unless the values are those of a placement."""
         try:
             hosts, addresses = tuple(values["hosts"]), tuple(values["addresses"])
@@ -58,7 +58,7 @@ class Placement:
         return placement
 
 
-def host_of_rank(placement: Placement | None, rank: int) -> str:
+def host_of_rank(placement: HostPlacement | None, rank: int) -> str:
     """The name of the host on which a rank runs; '' if it is not known."""
     if placement is None or not 0 <= rank < placement.world_size:
         return ""

@@ -18,7 +18,7 @@ from meshwright.store.memory.peer_store import PeerMemoryStore
 from meshwright.telemetry.events import Event
 from meshwright.telemetry.run_folder import RunFolder
 from meshwright.topology.layout import Layout
-from meshwright.topology.placement import Placement
+from meshwright.topology.placement import HostPlacement
 from meshwright.trainer.callbacks.callback import Callback
 from meshwright.trainer.custom_model import CustomModel
 from meshwright.weights.initial import InitialWeights
@@ -80,7 +80,7 @@ class Job:
     """where its checkpoints are; None: in its folder. A replay reads those of another folder"""
     callbacks: tuple[Callback, ...] = ()
     update: UserUpdate = NO_USER_UPDATE
-    placement: Placement | None = None
+    placement: HostPlacement | None = None
     """which ranks run on which host, in a job on several hosts"""
     given: RunConfig | None = None
     """the settings as the user gave them, which run.toml keeps; None: those of `config`"""

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from meshwright.recover.hosts.messages import Message
-from meshwright.topology.placement import Placement
+from meshwright.topology.placement import HostPlacement
 
 END_SECONDS = 15.0
 """Seconds that ranks on other hosts have to end by themselves after the first ones have failed."""
@@ -77,7 +77,7 @@ class Leader:
         self.attempt = self.restart = 0
         self.placed: list[str] = []
         """The hosts of the attempt in the order of their ranks; empty while it forms."""
-        self.placement: Placement | None = None
+        self.placement: HostPlacement | None = None
         """The placement of the first host of the attempt."""
         self.previous: list[str] = []
         """The hosts of the attempt before."""
@@ -256,7 +256,7 @@ class Leader:
         control_ports = tuple(self.hosts[name].control_port for name in hosts)
         port = self.hosts[hosts[0]].port
         for index, name in enumerate(hosts):
-            placement = Placement(index * per_host, per_host, hosts, addresses, control_ports, port)
+            placement = HostPlacement(index * per_host, per_host, hosts, addresses, control_ports, port)
             self.placement = self.placement or placement
             self.hosts[name].attempt, self.hosts[name].ranks = self.attempt, {}
             message = {"kind": "start", "attempt": self.attempt, "restart": self.restart}

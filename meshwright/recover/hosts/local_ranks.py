@@ -22,7 +22,7 @@ from meshwright.recover.hosts.messages import Message
 from meshwright.recover.hosts.rank_readings import RankReadings
 from meshwright.recover.running_ranks import RunningRanks
 from meshwright.telemetry.run_folder import RunFolder
-from meshwright.topology.placement import Placement
+from meshwright.topology.placement import HostPlacement
 
 KILL_SECONDS = 3.0
 
@@ -30,7 +30,7 @@ KILL_SECONDS = 3.0
 class LocalLauncher(Protocol):
     """Starts the ranks of this host."""
 
-    def start(self, attempt: int, restart: int, placement: Placement | None = None) -> RunningRanks: ...
+    def start(self, attempt: int, restart: int, placement: HostPlacement | None = None) -> RunningRanks: ...
 
 
 class LocalRanks:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from meshwright.recover.hosts.messages import Message
-from meshwright.topology.placement import Placement
+from meshwright.topology.placement import HostPlacement
 
 BEAT_SECONDS = 1.0
 FENCE_FRACTION = 0.6
@@ -23,7 +23,7 @@ have then ended before others replace them.
 class StartRanks:
     attempt: int
     restart: int
-    placement: Placement
+    placement: HostPlacement
 
 
 @dataclass(frozen=True)
@@ -107,7 +107,7 @@ class Member:
                 self.heard = max(self.heard, self.sent.pop(message["number"], 0.0))
                 self.sent = {number: at for number, at in self.sent.items() if number > message["number"]}
             case "start" if message["attempt"] >= self.newest_attempt and not self.attempt:
-                placement = Placement.from_json(message["placement"])
+                placement = HostPlacement.from_json(message["placement"])
                 self.attempt = self.newest_attempt = message["attempt"]
                 self.actions.append(StartRanks(self.attempt, message["restart"], placement))
             case "stop" if message["attempt"] == self.attempt:

@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from meshwright.channel import ChannelError
-from meshwright.topology.placement import Placement
+from meshwright.topology.placement import HostPlacement
 
 Message = dict[str, Any]
 
@@ -49,7 +49,7 @@ def decode_message(raw: bytes) -> Message:
             type(message[name]) is kind for name, kind in fields.items()
         )
         if message["kind"] == "start":
-            Placement.from_json(message["placement"])
+            HostPlacement.from_json(message["placement"])
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError):
         valid = False
     if not valid:

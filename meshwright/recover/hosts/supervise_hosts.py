@@ -48,8 +48,8 @@ SEEK_SECONDS = 0.5
 class JobEnded(MeshwrightError):
     """The job ended with this error on the host that leads it."""
 
-    def __init__(self, exit_code: int, reason: str) -> None:
-        super().__init__(reason or "the job has ended on the host that leads it")
+    def __init__(self, exit_code: int, reason: str, hint: str = "") -> None:
+        super().__init__(reason or "the job has ended on the host that leads it", hint)
         self.exit_code = exit_code
 
 
@@ -156,7 +156,8 @@ class HostSupervisor:
         assert lease is not None
         if lease.outcome == "complete":
             return {}
-        raise JobEnded(lease.exit_code or 1, f"attempt {lease.attempt} of this job has ended: {lease.outcome}")
+        message = f"the job with this secret has ended: attempt {lease.attempt} {lease.outcome}"
+        raise JobEnded(lease.exit_code or 1, message, "try again with a new secret on every host to start a new job")
 
     def _take(self, lease: LeaseView | None) -> Lease | None:
         return take_lease(self.folder, lease, self.job, f"{self.address}:{self.listener.port}", self.fresh)

@@ -22,7 +22,7 @@ from meshwright.simulator.hosts.events import FOREVER, HostClock, Process, Proce
 from meshwright.simulator.hosts.store import StoredLease
 from meshwright.simulator.hosts.training import SimulatedRanks
 from meshwright.telemetry.run_folder import RunFolder
-from meshwright.topology.placement import Placement
+from meshwright.topology.placement import HostPlacement
 
 if TYPE_CHECKING:
     from meshwright.simulator.hosts.cluster import HostCluster
@@ -69,7 +69,7 @@ class LeadingSupervisor:
 
     # What the protocol classes call.
 
-    def start(self, attempt: int, restart: int, placement: Placement | None = None) -> SimulatedRanks:  # noqa: ARG002
+    def start(self, attempt: int, restart: int, placement: HostPlacement | None = None) -> SimulatedRanks:  # noqa: ARG002
         """Starts the ranks of this host (`LocalLauncher`)."""
         assert placement is not None
         return SimulatedRanks(self.cluster, self.host, self.token, attempt, placement)

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 from meshwright.errors import BusyError, PeerError, StoppedBySignal
 from meshwright.recover.failures import Failure, RanksFailed
 from meshwright.simulator.hosts.store import manifest_of
-from meshwright.topology.placement import Placement
+from meshwright.topology.placement import HostPlacement
 
 if TYPE_CHECKING:
     from meshwright.simulator.hosts.cluster import HostCluster
@@ -21,7 +21,7 @@ STALL_CHECK_SECONDS = 0.5
 class SimulatedRanks:
     """The ranks of one attempt on one host (`RunningRanks`)."""
 
-    def __init__(self, cluster: HostCluster, host: str, token: str, attempt: int, placement: Placement) -> None:
+    def __init__(self, cluster: HostCluster, host: str, token: str, attempt: int, placement: HostPlacement) -> None:
         self.cluster, self.host, self.token, self.attempt, self.placement = cluster, host, token, attempt, placement
         self.ended_at: float | None = None
         self.failure: Failure | None = None
@@ -98,7 +98,7 @@ class SimulatedRanks:
 class RankGroup:
     """The process group of an attempt, and its training."""
 
-    def __init__(self, cluster: HostCluster, placement: Placement, attempt: int) -> None:
+    def __init__(self, cluster: HostCluster, placement: HostPlacement, attempt: int) -> None:
         self.cluster, self.loop, self.placement, self.attempt = cluster, cluster.loop, placement, attempt
         self.members: dict[str, SimulatedRanks] = {}
         self.formed = self.broken = self.saving = False

@@ -7,7 +7,7 @@ import pytest
 from meshwright.recover.hosts.election import Choice, Election, LeaseView
 from meshwright.recover.hosts.leader import END_SECONDS, HostsPolicy, Leader
 from meshwright.recover.hosts.member import FENCE_FRACTION, KillRanks, LeaveJob, Member, SignalRanks, StartRanks
-from meshwright.topology.placement import Placement
+from meshwright.topology.placement import HostPlacement
 
 TIMEOUT = 10.0
 
@@ -42,6 +42,7 @@ def test_host_waits_for_the_leader_to_take_the_next_lease_after_a_failed_attempt
 
 @pytest.mark.parametrize("outcome", ["complete", "stopped", "failed"])
 def test_host_leaves_when_its_job_has_ended_for_good(outcome):
+    """Also a host that starts late: it must not begin again what was stopped."""
     assert Election("j", "me", 6).decide(lease(outcome=outcome, final=True), 0) is Choice.EXIT
 
 
@@ -107,7 +108,7 @@ def test_ranks_start_once_all_hosts_have_joined_with_rank_0_beside_the_leader():
     join(leader, "a", 2.0)
     leader.tick(2.0)
     starts = dict(sent(leader, "start"))
-    placements = {name: Placement.from_json(message["placement"]) for name, message in starts.items()}
+    placements = {name: HostPlacement.from_json(message["placement"]) for name, message in starts.items()}
     assert placements["a"].local_ranks == range(0, 2)
     assert placements["b"].local_ranks == range(2, 4)
     assert placements["b"].hosts == ("a", "b")
@@ -287,7 +288,7 @@ def make_member(is_leader: bool = False) -> Member:
     return member
 
 
-PLACEMENT = Placement(2, 2, ("a", "b"), ("x", "y"), (1, 2), 5000)
+PLACEMENT = HostPlacement(2, 2, ("a", "b"), ("x", "y"), (1, 2), 5000)
 
 
 def start(member: Member, attempt: int = 3) -> None:

@@ -11,7 +11,7 @@ from meshwright.config import config_from_dict
 from meshwright.launch.fork_server_process import ForkServerProcess, main
 from meshwright.launch.ranks import Ranks
 from meshwright.telemetry.run_folder import RunFolder
-from meshwright.topology.placement import Placement
+from meshwright.topology.placement import HostPlacement
 
 
 class PreflightProcess(ForkServerProcess):
@@ -20,7 +20,7 @@ class PreflightProcess(ForkServerProcess):
     def start_ranks(self, options: dict[str, Any]) -> Ranks:
         from meshwright.measure.preflight.run import preflight_launch, preflight_report
 
-        placement, config = Placement.from_json(options["placement"]), config_from_dict(self.request["config"])
+        placement, config = HostPlacement.from_json(options["placement"]), config_from_dict(self.request["config"])
         config = replace(config, layout=config.layout.with_ranks(placement.world_size))
         given = self.request["options"]
         self.collect_signals()
