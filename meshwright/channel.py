@@ -13,6 +13,8 @@ import os
 import socket
 import struct
 import threading
+import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -25,8 +27,8 @@ NONCE_BYTES = 32
 MAC_BYTES = 32
 MAX_FRAME_BYTES = 8 << 20
 HANDSHAKE_SECONDS = 5.0
-MAX_STRANGERS = 64
-"""Connections that may be in their handshake at the same time; further ones are closed at once."""
+MAX_HANDSHAKES, MAX_HANDSHAKES_PER_ADDRESS = 1024, 64
+"""Connections that may be in their handshake at the same time, in all and from one address; further ones are closed."""
 MIN_SECRET_BYTES = 16
 SECRET_VARIABLE, SECRET_FILE_VARIABLE = "MESHWRIGHT_JOB_SECRET", "MESHWRIGHT_JOB_SECRET_FILE"
 LENGTH = struct.Struct("<I")
@@ -121,9 +123,12 @@ class Connection:
             self.stream.close()
 
 
-def receive_exactly(stream: socket.socket, size: int) -> bytes:
+def receive_exactly(stream: socket.socket, size: int, deadline: float | None = None) -> bytes:
+    """The next bytes of a connection, before `deadline` if one is given (monotonic clock)."""
     content = bytearray()
     while len(content) < size:
+        if deadline is not None:
+            stream.settimeout(max(0.01, deadline - time.monotonic()))
         part = stream.recv(min(size - len(content), 1 << 20))
         if not part:
             raise ChannelError("the other end has closed the connection")
@@ -158,8 +163,8 @@ def connect(address: tuple[str, int], secret: bytes, timeout: float, patience: f
 
 
 class Listener:
-    """Accepts connections of hosts that know the secret. A stranger gets a nonce, and is closed after its first bytes
-    or after a few seconds.
+    """Accepts connections of hosts that know the secret. Any other connection gets a nonce, and is closed after its
+    first bytes or after a few seconds.
     """
 
     def __init__(
@@ -176,28 +181,38 @@ class Listener:
                 "try MESHWRIGHT_HOST_ADDRESS=ADDRESS with an address of this host",
             ) from None
         self.port = int(self.socket.getsockname()[1])
-        self.strangers = threading.Semaphore(MAX_STRANGERS)
+        self.handshakes: Counter[str] = Counter()
+        """Connections that are in their handshake, by the address that they come from."""
+        self.lock, self.closed = threading.Lock(), False
         threading.Thread(target=self._accept, name="listener", daemon=True).start()
 
     def _accept(self) -> None:
         while True:
             try:
-                stream, _ = self.socket.accept()
-            except OSError:  # closed
-                return
-            if not self.strangers.acquire(blocking=False):
-                stream.close()
+                stream, (address, *_) = self.socket.accept()
+            except OSError:
+                if self.closed:
+                    return
+                time.sleep(0.1)  # no file descriptor is free, or the connection has ended already
                 continue
-            threading.Thread(target=self._serve, args=(stream,), name="connection", daemon=True).start()
+            with self.lock:
+                full = sum(self.handshakes.values()) >= MAX_HANDSHAKES
+                if full or self.handshakes[address] >= MAX_HANDSHAKES_PER_ADDRESS:
+                    stream.close()
+                    continue
+                self.handshakes[address] += 1
+            threading.Thread(target=self._serve, args=(stream, address), name="connection", daemon=True).start()
 
-    def _serve(self, stream: socket.socket) -> None:
+    def _serve(self, stream: socket.socket, address: str) -> None:
         try:
-            connection = self._shake_hands(stream)
+            connection = self._handshake(stream)
         except OSError:
             stream.close()
             return
         finally:
-            self.strangers.release()
+            with self.lock:
+                self.handshakes[address] -= 1
+                self.handshakes += Counter()  # forgets addresses without a handshake
         try:
             self.on_connection(connection)
         except ChannelError:
@@ -205,11 +220,13 @@ class Listener:
         finally:
             connection.close()
 
-    def _shake_hands(self, stream: socket.socket) -> Connection:
+    def _handshake(self, stream: socket.socket) -> Connection:
+        deadline = time.monotonic() + HANDSHAKE_SECONDS
         stream.settimeout(HANDSHAKE_SECONDS)
         server_nonce = os.urandom(NONCE_BYTES)
         stream.sendall(MAGIC + server_nonce)
-        client_nonce, code = receive_exactly(stream, NONCE_BYTES), receive_exactly(stream, MAC_BYTES)
+        answer = receive_exactly(stream, NONCE_BYTES + MAC_BYTES, deadline)
+        client_nonce, code = answer[:NONCE_BYTES], answer[NONCE_BYTES:]
         to_server, to_client = session_keys(self.secret, server_nonce, client_nonce)
         if not hmac.compare_digest(code, mac(to_server, b"hello")):
             raise ChannelError("the other end does not know the secret")
@@ -217,6 +234,7 @@ class Listener:
         return Connection(stream, to_client, to_server, self.patience)
 
     def close(self) -> None:
+        self.closed = True
         with suppress(OSError):
             self.socket.shutdown(socket.SHUT_RDWR)  # wakes the thread that accepts
         self.socket.close()

@@ -96,32 +96,45 @@ def test_client_refuses_a_server_that_does_not_know_the_secret():
 @pytest.mark.parametrize(
     "content", [b"", b"GET / HTTP/1.1\r\n\r\n", bytes(64), bytes(range(256)) * 16, pickle.dumps(["x"])]
 )
-def test_stranger_reaches_no_handler(server, content):
-    with socket.create_connection(server.address) as stranger:
-        stranger.sendall(content)
+def test_intruder_reaches_no_handler(server, content):
+    with socket.create_connection(server.address) as intruder:
+        intruder.sendall(content)
         with suppress(OSError):  # it is closed already
-            stranger.shutdown(socket.SHUT_WR)
-        wait_for_end(stranger)
+            intruder.shutdown(socket.SHUT_WR)
+        wait_for_end(intruder)
     assert server.connections == []
     assert server.received.empty()
 
 
-def test_silent_stranger_is_closed_after_the_handshake_timeout(server, monkeypatch):
+def test_silent_intruder_is_closed_after_the_handshake_timeout(server, monkeypatch):
     monkeypatch.setattr(channel, "HANDSHAKE_SECONDS", 0.2)
-    with socket.create_connection(server.address) as stranger:
-        stranger.settimeout(5)
-        assert stranger.recv(4096).startswith(channel.MAGIC)
-        assert stranger.recv(4096) == b""
+    with socket.create_connection(server.address) as intruder:
+        intruder.settimeout(5)
+        assert intruder.recv(4096).startswith(channel.MAGIC)
+        assert intruder.recv(4096) == b""
 
 
-def test_flood_of_strangers_does_not_keep_hosts_out(server, monkeypatch):
+def test_intruder_that_sends_byte_by_byte_is_closed_after_the_same_timeout(server, monkeypatch):
+    monkeypatch.setattr(channel, "HANDSHAKE_SECONDS", 0.5)
+    with socket.create_connection(server.address) as intruder, suppress(OSError):
+        intruder.settimeout(5)
+        began = time.monotonic()
+        while time.monotonic() - began < 5:
+            intruder.sendall(b"x")
+            time.sleep(0.1)
+    assert time.monotonic() - began < 3
+    assert server.connections == []
+
+
+def test_flood_of_intruders_does_not_keep_hosts_out(server, monkeypatch):
     monkeypatch.setattr(channel, "HANDSHAKE_SECONDS", 0.3)
-    strangers = [socket.create_connection(server.address) for _ in range(2 * channel.MAX_STRANGERS)]
+    count = 2 * channel.MAX_HANDSHAKES_PER_ADDRESS
+    intruders = [socket.create_connection(server.address) for _ in range(count)]
     time.sleep(0.6)
     connect(server.address, SECRET, 5).send(b"one")
     assert server.received.get(timeout=5) == b"one"
-    for stranger in strangers:
-        stranger.close()
+    for intruder in intruders:
+        intruder.close()
 
 
 def record_session(server) -> bytes:

@@ -64,8 +64,9 @@ class PushingLauncher:
     launcher: LocalLauncher
 
     def start(self, attempt: int, restart: int, placement: HostPlacement | None = None) -> RunningRanks:
-        start = self.pusher.beside(lambda attempt, restart: self.launcher.start(attempt, restart, placement))
-        return start(attempt, restart)
+        if placement is not None:
+            self.pusher.on_host(attempt, placement.local_ranks)
+        return self.launcher.start(attempt, restart, placement)
 
 
 def relative_path(folder: RunFolder) -> Path:

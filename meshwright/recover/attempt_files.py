@@ -14,6 +14,8 @@ from pathlib import Path
 from meshwright.checkpoint.listing import open_run_store
 from meshwright.io import MAX_JSON_BYTES, open_descriptor, open_regular_file
 from meshwright.recover.incidents import Incident
+from meshwright.store.mirror import LEASE_LIMITS
+from meshwright.store.object_store import ObjectStore
 from meshwright.telemetry.run_folder import RunFolder
 
 
@@ -24,7 +26,7 @@ def file_name(attempt: int, name: str) -> str:
 def write_beat(folder: RunFolder, attempt: int, beats: int) -> None:
     """Advances the counter that shows other hosts that the holder of a lease lives."""
     if folder.url:
-        open_run_store(folder).replace(file_name(attempt, "beat"), str(beats).encode())
+        ObjectStore(folder.url, LEASE_LIMITS).replace(file_name(attempt, "beat"), str(beats).encode())
     else:  # in place: a run folder that was deleted must not come back
         write_text(folder.attempt(attempt) / "beat", str(beats))
 
@@ -50,9 +52,9 @@ def write_incident(folder: RunFolder, incident: Incident) -> None:
 
 def has_ended(folder: RunFolder, attempt: int) -> bool:
     """Whether the incident of an attempt is there."""
-    if folder.incident(attempt).exists():
-        return True
-    return bool(folder.url) and open_run_store(folder).size(file_name(attempt, "incident.json")) is not None
+    if folder.url:  # the mirror may have the incident of an earlier run at the same URL
+        return open_run_store(folder).size(file_name(attempt, "incident.json")) is not None
+    return folder.incident(attempt).exists()
 
 
 def read_incident(folder: RunFolder, attempt: int) -> Incident | None:

@@ -51,6 +51,8 @@ class Incident:
     """The host of the failing rank, in a job on several hosts."""
     signal: int = 0
     """The signal that had asked the job to stop when the attempt failed: no other host continues it; 0 if none."""
+    gave_up: int = 0
+    """The exit code of a job that ended with this failure because another attempt cannot help; 0 if it went on."""
 
     @property
     def when(self) -> str:
@@ -72,13 +74,13 @@ class Incident:
     @property
     def ends_job(self) -> bool:
         """Whether no further attempt of the job follows: it is complete, was stopped, or would fail again."""
-        ended = self.outcome in ("complete", "stopped") or bool(self.signal)
+        ended = self.outcome in ("complete", "stopped") or bool(self.signal or self.gave_up)
         return ended or self.exit_code in FINAL_EXIT_CODES
 
     @property
     def job_exit_code(self) -> int:
         """The exit code of the job, if it ends with this attempt."""
-        return 128 + self.signal if self.signal else self.exit_code
+        return 128 + self.signal if self.signal else self.gave_up or self.exit_code
 
     def write(self, folder: RunFolder) -> None:
         """Writes the incident; on a full disk the outcome is still reported to the user."""

@@ -48,6 +48,8 @@ REMOTE_CHECK_SECONDS = 5.0
 """Seconds between two questions to an object store whether the lease is still there."""
 OBSERVATION_SECONDS = 6.0
 """How long the beat counter of a holder on another host is observed before the holder counts as dead."""
+OBJECT_STORE_OBSERVATION = 20.0
+"""The same for a run in an object store, where a request may take seconds."""
 START_SECONDS = 30.0
 """How long a job waits for another one that starts beside it."""
 
@@ -287,9 +289,9 @@ def take_lease(folder: RunFolder, after: LeaseView | None, job: str, address: st
         folder.require_usable()
         store = open_run_store(folder)
         seen = view_newest_lease(folder)
-        if (seen.attempt if seen else 0) != (after.attempt if after else 0):
-            return None
-        own_job = after is not None and after.job == job
+        if (seen and (seen.attempt, seen.token)) != (after and (after.attempt, after.token)):
+            return None  # with --fresh, another host may have begun a new run with the same number
+        own_job = seen is not None and seen.job == job
         if fresh and folder.has_run and not own_job:
             old = publish_lease(folder, 0, (after.attempt, after.token) if after else None)
             Incident(old.attempt, "stopped", message="--fresh has set the run aside").write(folder.set_aside())
@@ -358,6 +360,7 @@ def process_identity() -> dict[str, Any]:
 
 def holder_is_alive(lease: dict[str, Any], folder: RunFolder, attempt: int, observe: float) -> bool:
     """Whether the holder's process runs (same host) or its beat counter advances (another host)."""
+    observe = max(observe, OBJECT_STORE_OBSERVATION) if observe and folder.url else observe
     this = process_identity()
     # Hosts of a job may share a kernel, as containers do: then their names differ.
     this_host = (lease.get("boot"), lease.get("namespace"), lease.get("host", this["host"]))

@@ -14,6 +14,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from typing import Any
 
 from meshwright.checkpoint.listing import list_leases, list_published, open_run_store
@@ -21,7 +22,7 @@ from meshwright.config import LaunchConfig
 from meshwright.errors import KilledBySignal, MeshwrightError, RestartsExhausted, StoppedBeforeStart, StoppedBySignal
 from meshwright.recover.attempt_files import has_ended, write_incident
 from meshwright.recover.failures import FINAL_EXIT_CODES, AttemptResized, RanksFailed
-from meshwright.recover.incidents import Incident, assign_verdict, build_incident, read_heartbeats
+from meshwright.recover.incidents import Incident, assign_verdict, build_incident, read_heartbeats, read_incidents
 from meshwright.recover.lease import Lease, acquire_lease, acquire_next_lease
 from meshwright.recover.running_ranks import RunningRanks, StartAttempt, Viewer
 from meshwright.recover.watchdog import Hang, Watchdog, find_collective_mismatch
@@ -111,8 +112,8 @@ def run_attempts(
     command_started: float,
 ) -> Any:
     """Runs attempts until one completes the job, and returns its summary. `received` collects signals."""
-    restart, restarts_without_progress = lease.restart, 0
-    history: list[Incident] = []
+    restart = lease.restart
+    history, restarts_without_progress = earlier_attempts(folder, lease)
     while True:
         record_lost_attempts(folder, lease.attempt)
         attempt = Attempt(folder, launch, lease, start, make_viewer, received)
@@ -133,7 +134,11 @@ def run_attempts(
                 write_incident(folder, replace(incident, signal=attempt.signal_number))
                 raise
             restarts_without_progress = 0 if attempt.made_progress() else restarts_without_progress
-            raise_if_final(failed, incident, restarts_without_progress, launch.restarts)
+            try:
+                raise_if_final(failed, incident, restarts_without_progress, launch.restarts)
+            except MeshwrightError as given_up:  # no other host of the job tries again
+                write_incident(folder, replace(incident, gave_up=given_up.exit_code))
+                raise
             restart, restarts_without_progress = restart + 1, restarts_without_progress + 1
             reason = f"{describe_location(incident)}: {incident.message.splitlines()[0]}"
             step = incident.checkpoint_step
@@ -154,6 +159,19 @@ def run_attempts(
             ended = Incident(lease.attempt, outcome, message=str(error), exit_code=error.exit_code)
             write_incident(folder, replace(ended, checkpoint_step=newest_checkpoint_step(folder)))
             raise
+
+
+def earlier_attempts(folder: RunFolder, lease: Lease) -> tuple[list[Incident], int]:
+    """The incidents of earlier attempts of the same job, and how many of the last ones in a row published nothing. A
+    job on one host has none: its attempts have one supervisor.
+    """
+    if not lease.job or not lease.restart:
+        return [], 0
+    store = open_run_store(folder)
+    attempts = [n for n, other in list_leases(store) if n < lease.attempt and other.get("job") == lease.job]
+    published = {entry.attempt for entry in list_published(store)}
+    fruitless = list(takewhile(lambda attempt: attempt not in published, attempts))
+    return [incident for incident in read_incidents(folder) if incident.attempt in attempts], len(fruitless)
 
 
 def raise_if_final(failed: RanksFailed, incident: Incident, restarts_without_progress: int, max_restarts: int) -> None:

@@ -13,9 +13,12 @@ import json
 import os
 import re
 import secrets
+import shutil
 import stat
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from contextlib import suppress
+from functools import partial
+from itertools import count, takewhile
 from pathlib import Path
 
 from meshwright.errors import ConfigError
@@ -35,6 +38,9 @@ RECORD = re.compile(
     r"(run\.toml|identity\.json|plan\.json|(events|trace)/[\w.-]{1,100}|attempts/[0-9]{4,9}/[\w.-]{1,100})"
 )
 """The names that are fetched: a store that somebody else can write must not place a file outside of the mirror."""
+RANK = re.compile(r"/rank-([0-9]{5,9})\.")
+RANK_RECORDS = (("events", ".jsonl"), ("trace", ".spans.jsonl"))
+"""The records of a rank that grow over all attempts."""
 PART = re.compile(r"(.+)\.part-([0-9]{5})")
 PART_BYTES = 4 << 20
 """A record is pushed in parts of this size, so that only its last part is sent again when it grows."""
@@ -145,7 +151,10 @@ class RunMirror:
         self.lock = -1
 
     def use(self) -> None:
-        """Fetch the records, unless another job of this machine uses the mirror, and use it from now on."""
+        """Fetch the records, unless another job of this machine uses the mirror, and use it from now on. Records of an
+        earlier run at the same URL, which has been deleted, are removed.
+        """
+        self.remove_earlier_run()
         self.pull()
         with suppress(OSError):
             fcntl.flock(self.lock, fcntl.LOCK_SH)
@@ -173,6 +182,34 @@ class RunMirror:
             ) from None
         finally:
             fcntl.flock(self.lock, fcntl.LOCK_UN)
+
+    def remove_earlier_run(self) -> None:
+        """Empty the mirror if the store has no run, unless another job of this machine uses it."""
+        with suppress(OSError):
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            try:
+                empty = self.store.size("identity.json") is None and not self.store.list_sizes("attempts")
+                for name in ("events", "attempts", "trace") if empty else ():
+                    shutil.rmtree(self.root / name, ignore_errors=True)
+                for name in (*IDENTITY_FILES, "plan.json", PUSHED_FILE) if empty else ():
+                    (self.root / name).unlink(missing_ok=True)
+            finally:
+                fcntl.flock(self.lock, fcntl.LOCK_UN)
+
+    def prepare_attempt(self, attempt: int, ranks: Iterable[int]) -> None:
+        """Fetch what the ranks of this host append to, where another host has run them meanwhile."""
+        (self.root / f"attempts/{attempt:04d}").mkdir(parents=True, exist_ok=True)
+        self.fetch_identity()
+        pushed = self.read_pushed()
+        for name in (f"{folder}/rank-{rank:05d}{ending}" for rank in ranks for folder, ending in RANK_RECORDS):
+            sizes = takewhile(
+                lambda size: size is not None, map(self.store.size, map(partial(part_name, name), count()))
+            )
+            size = sum(filter(None, sizes))
+            if size and size != pushed.get(name) and (content := self.fetch(name, size)) is not None:
+                self.write(name, content)
+                pushed[name] = len(content)
+        self.write_pushed(pushed)
 
     def fetch_identity(self) -> None:
         """Fetch run.toml and identity.json: an attempt on another host may have written them."""
@@ -210,11 +247,16 @@ class RunMirror:
         for name in IDENTITY_FILES:
             self.store.replace(name, (self.root / name).read_bytes())
 
-    def push(self, on_skipped: Callable[[str], None] = lambda _name: None) -> None:
-        """Copy every record that has changed since the last call. Raises OSError at the first one that fails."""
+    def push(self, on_skipped: Callable[[str], None] = lambda _name: None, ranks: Container[int] | None = None) -> None:
+        """Copy every record that has changed since the last call, of these ranks if they are given: other hosts push
+        those of the others. Raises OSError at the first one that fails.
+        """
         pushed = self.read_pushed()
         try:
             for name, path in self.find_records():
+                rank = RANK.search(name)
+                if ranks is not None and rank is not None and int(rank[1]) not in ranks:
+                    continue
                 status = path.lstat()
                 now = status.st_ino, status.st_size, status.st_mtime_ns
                 before = self.seen.get(name)

@@ -28,6 +28,8 @@ class RecordPusher:
         self.thread: threading.Thread | None = None
         self.done = threading.Event()
         self.reported: set[str] = set()
+        self.ranks: range | None = None
+        """The ranks whose records this host pushes; None: all."""
         if root is not None and (url := mirrored_url(root)):
             require_conditional_put(MirroredStore(url, root))
             self.mirror = RunMirror(root)
@@ -49,6 +51,16 @@ class RecordPusher:
 
         return start_both
 
+    def on_host(self, attempt: int, ranks: range) -> None:
+        """Push the records of these ranks from now on: this host runs them in a job on several hosts."""
+        self.ranks = ranks
+        if self.mirror is not None:
+            try:
+                self.mirror.prepare_attempt(attempt, ranks)
+            except OSError as error:
+                self.report_once("earlier records of the ranks of this host cannot be fetched", str(error.strerror))
+            self.start()
+
     def start(self) -> None:
         if self.mirror is not None and self.thread is None:
             self.done.clear()
@@ -63,7 +75,8 @@ class RecordPusher:
         if self.mirror is None:
             return
         try:
-            self.mirror.push(lambda name: self.report_once(f"{name} is too long, and is not copied to the store"))
+            skipped = lambda name: self.report_once(f"{name} is too long, and is not copied to the store")  # noqa: E731
+            self.mirror.push(skipped, self.ranks)
         except (OSError, MeshwrightError) as error:
             reason = error.strerror if isinstance(error, OSError) and error.strerror else str(error)
             self.report_once("the records are not copied to the object store, and the training continues", reason)

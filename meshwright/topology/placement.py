@@ -56,10 +56,3 @@ class HostPlacement:
         if not valid:
             raise ValueError("a placement is not valid")
         return placement
-
-
-def host_of_rank(placement: HostPlacement | None, rank: int) -> str:
-    """The name of the host on which a rank runs; '' if it is not known."""
-    if placement is None or not 0 <= rank < placement.world_size:
-        return ""
-    return placement.hosts[rank // placement.ranks]

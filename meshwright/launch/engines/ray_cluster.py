@@ -127,6 +127,13 @@ def make_placement_group(ray: Any, nodes: int, cpus: float, gpus: float, timeout
     return group
 
 
+def is_one_host(code: int) -> bool:
+    """Whether an exit code tells about one host only: it was lost, or its supervisor was killed or left the job. The
+    supervisors of the other hosts decide how the job goes on.
+    """
+    return code in (LOST_HOST, 128 + signal.SIGKILL)
+
+
 class RayJob:
     """The actors of one start of a job."""
 
@@ -169,7 +176,8 @@ class RayJob:
             done, pending = self.ray.wait(pending, timeout=0.5)
             for reference in done:
                 codes.append(self.result(reference))
-                deadline = min(deadline, time.monotonic() + SECONDS_AFTER_FIRST)
+                if not is_one_host(codes[-1]):
+                    deadline = min(deadline, time.monotonic() + SECONDS_AFTER_FIRST)
             if self.signalled.is_set() and not sent:
                 sent = True
                 for actor in self.actors:

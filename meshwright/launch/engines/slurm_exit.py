@@ -22,6 +22,7 @@ from meshwright.errors import MeshwrightError
 from meshwright.io import parse_json, printable, read_regular_file
 from meshwright.launch.engines.blamed_hosts import blamed_hosts, newest_incidents
 from meshwright.launch.engines.exit_codes import MEANINGS, Action, action_of
+from meshwright.recover.failures import FINAL_EXIT_CODES
 from meshwright.telemetry.run_folder import RunFolder
 
 MAX_RECORD_BYTES = 4 << 20
@@ -48,8 +49,11 @@ def exit_code_of_run(code: int, incidents: Sequence[Mapping[str, Any]]) -> int:
     last = incidents[-1] if incidents else {}
     if last.get("outcome") == "complete":
         return 0
-    recorded = last.get("exit_code")
-    return recorded if last.get("outcome") == "stopped" and isinstance(recorded, int) and recorded else code
+    recorded = last.get("gave_up") or last.get("exit_code")
+    if not isinstance(recorded, int) or not recorded:
+        return code
+    final = last.get("outcome") == "stopped" or bool(last.get("gave_up")) or recorded in FINAL_EXIT_CODES
+    return recorded if final else code
 
 
 def decide(

@@ -26,7 +26,8 @@ MAX_SECRET_BYTES = 4096
 
 def secret_of_start(secret: bytes, folder: RunFolder) -> str:
     """The secret of the start that follows the newest stop of the run."""
-    stopped = [entry["attempt"] for entry in newest_incidents(folder) if entry.get("outcome") == "stopped"]
+    ended = [entry for entry in newest_incidents(folder) if entry.get("outcome") == "stopped" or entry.get("signal")]
+    stopped = [entry["attempt"] for entry in ended]
     return hmac.digest(secret, f"start after attempt {max(stopped, default=0)}".encode(), hashlib.sha256).hex()
 
 

@@ -62,6 +62,10 @@ class Election:
         choice = self._choose(lease, now)
         return Choice.WAIT if choice is Choice.TAKE and now < self.yields_until else choice
 
+    def forget(self) -> None:
+        """The store does not answer: how long the counter has stood still is not known."""
+        self.seen = ()
+
     def step_back(self, now: float) -> None:
         """This host could not lead: others have the time to notice that, and to take the lease."""
         self.yields_until = now + 3 * self.observation

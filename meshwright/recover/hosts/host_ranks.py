@@ -5,12 +5,13 @@ from __future__ import annotations
 import os
 import queue
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from meshwright.channel import ChannelError, Connection
 from meshwright.checkpoint.listing import list_published, open_run_store
 from meshwright.errors import MeshwrightError, PeerError, StoppedBySignal
-from meshwright.recover.failures import HOST_LOST, AttemptResized, Failure, RanksFailed
+from meshwright.recover.failures import FINAL_EXIT_CODES, HOST_LOST, AttemptResized, Failure, RanksFailed
 from meshwright.recover.hosts.leader import Ended, HostsPolicy, Leader
 from meshwright.recover.hosts.local_ranks import LocalRanks, failure_of_host
 from meshwright.recover.hosts.member import Member
@@ -18,7 +19,6 @@ from meshwright.recover.hosts.messages import Message, encode_message
 from meshwright.recover.hosts.rank_readings import decode_readings
 from meshwright.recover.incidents import read_heartbeats
 from meshwright.telemetry.heartbeat import HeartbeatReading
-from meshwright.topology.placement import host_of_rank
 
 POLL_SECONDS = 0.05
 CHECKPOINT_POLL_SECONDS = 1.0
@@ -155,9 +155,6 @@ class HostRanks:
         self.leader.kill_rank(rank)
         self.poll(0.0)
 
-    def host_of(self, rank: int) -> str:
-        return host_of_rank(self.leader.placement, rank)
-
     def read_heartbeats(self) -> dict[int, HeartbeatReading]:
         """The heartbeats of all ranks: this host's from its files, the others' from their last beats."""
         started, readings = self.local.started, {}
@@ -168,6 +165,8 @@ class HostRanks:
         for name in self.leader.placed:
             if name != self.member.host and name in self.leader.hosts:
                 readings |= decode_readings(name, self.leader.hosts[name].ranks)
+        if self.leader.resizing:  # the leader itself has signalled the ranks: nobody has asked the job to stop
+            readings = {rank: replace(reading, signal=0) for rank, reading in readings.items()}
         return dict(sorted(readings.items()))
 
     def results(self) -> list[Any]:
@@ -177,7 +176,7 @@ class HostRanks:
             raise HostsMissing(leader.failure)
         ended = [leader.ended[name] for name in leader.placed]
         for end in ended:
-            if "error" in end.outcome:
+            if "error" in end.outcome and ends_job(end.outcome["error"]["exit_code"]):
                 raise RanksFailed([failure_of_host(end.host, end.outcome["error"], end.time)]).cause()
         failures = [failure for end in ended for failure in self._failures(end)]
         if not failures:
@@ -191,7 +190,9 @@ class HostRanks:
 
     def _failures(self, ended: Ended) -> list[Failure]:
         if not ended.lost:
-            return [failure_of_host(ended.host, values, ended.time) for values in ended.outcome.get("failures", [])]
+            # An error kept the ranks of this host from starting: another host may do better.
+            errors = [ended.outcome["error"]] if "error" in ended.outcome else ended.outcome.get("failures", [])
+            return [failure_of_host(ended.host, values, ended.time) for values in errors]
         per_host = self.leader.policy.ranks_per_host
         first = self.leader.placed.index(ended.host) * per_host
         ranks = f"rank {first}" if per_host == 1 else f"ranks {first} to {first + per_host - 1}"
@@ -206,6 +207,11 @@ class HostRanks:
         self.flush()
         for connection in self.connections.values():
             connection.close()
+
+
+def ends_job(exit_code: int) -> bool:
+    """Whether an error that kept ranks from starting would do so on every host, or is a signal."""
+    return exit_code in FINAL_EXIT_CODES or exit_code > 128
 
 
 def take(items: list[Any]) -> list[Any]:

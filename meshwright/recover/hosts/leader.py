@@ -121,6 +121,8 @@ class Leader:
     def join(self, message: Message, now: float) -> str:
         """A host joins; returns '' or why it cannot. A supervisor that was started again replaces its predecessor."""
         name, known = message["host"], self.hosts.get(message["host"])
+        if name == self.own and known is not None and known.token != message["token"]:
+            return f"the leader itself has the name {name}"
         if known is not None:
             if known.token != message["token"] and known.address != message["address"]:
                 return f"another host, at {known.address}, has the name {name}"

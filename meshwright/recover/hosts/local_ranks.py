@@ -24,7 +24,8 @@ from meshwright.recover.running_ranks import RunningRanks
 from meshwright.telemetry.run_folder import RunFolder
 from meshwright.topology.placement import HostPlacement
 
-KILL_SECONDS = 3.0
+KILL_SECONDS, KILL_FRACTION = 3.0, 0.2
+"""Seconds that killed ranks have to end, and the largest fraction of the timeout of a host that this may take."""
 
 
 class LocalLauncher(Protocol):
@@ -42,9 +43,12 @@ class LocalRanks:
         launcher: LocalLauncher,
         hang_timeout: float,
         clock: Callable[[], float] = time.monotonic,
+        kill_seconds: float = 3.0,
     ) -> None:
         """`clock` is this host's monotonic clock; a simulation has clocks of its own."""
         self.folder, self.launcher, self.hang_timeout, self.clock = folder, launcher, hang_timeout, clock
+        self.kill_seconds = kill_seconds
+        """Seconds after which ranks that were killed, and have not ended, are killed with what forked them."""
         self.running: RunningRanks | None = None
         self.readings: RankReadings | None = None
         self.started: StartRanks | None = None
@@ -69,7 +73,8 @@ class LocalRanks:
         if self.running is not None and self.clock() > self.kill_deadline:
             self.running.kill()
         if self.running is not None and self.running.poll(0):
-            running, self.running, self.readings = self.running, None, None
+            running, self.running = self.running, None
+            self._end_readings()
             member.ranks_ended(outcome_of(running.results, killed=self.kill_deadline < float("inf")))
         return leave
 
@@ -77,7 +82,7 @@ class LocalRanks:
         """Kills the ranks, not the process that forked them: it starts those of the next attempt sooner."""
         for rank in (heartbeats := running.read_heartbeats()):
             running.kill_rank(rank)
-        self.kill_deadline = self.clock() + (KILL_SECONDS if heartbeats else 0.0)
+        self.kill_deadline = self.clock() + (self.kill_seconds if heartbeats else 0.0)
 
     def _start(self, start: StartRanks, member: Member) -> None:
         self.started, self.kill_deadline = start, float("inf")
@@ -94,13 +99,19 @@ class LocalRanks:
         """What a beat says about the ranks of this host."""
         return self.readings.read() if self.readings is not None else {}
 
+    def _end_readings(self) -> None:
+        if self.readings is not None:
+            self.readings.close()
+        self.readings = None
+
     def end(self) -> None:
         """Kills the ranks that still run."""
         if self.running is not None:
             self.running.kill()
             with suppress(MeshwrightError):
                 self.running.results()
-            self.running = self.readings = None
+            self.running = None
+            self._end_readings()
 
 
 def outcome_of(results: Callable[[], list[Any]], killed: bool = False) -> Message:

@@ -102,7 +102,7 @@ class Member:
             case "welcome":
                 self.newest_attempt = max(self.newest_attempt, message["attempt"])
             case "refuse":
-                self.actions.append(LeaveJob(9, message["reason"]))
+                self.lose_leader(message["reason"])  # a host of the same name may be about to be lost
             case "acknowledge":
                 self.heard = max(self.heard, self.sent.pop(message["number"], 0.0))
                 self.sent = {number: at for number, at in self.sent.items() if number > message["number"]}

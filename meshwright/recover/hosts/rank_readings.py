@@ -7,6 +7,7 @@ from __future__ import annotations
 import base64
 import time
 import zlib
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -29,7 +30,9 @@ class RankReadings:
         self.folder, self.attempt, self.ranks, self.hang_timeout = folder, attempt, ranks, hang_timeout
         self.progress: dict[int, tuple[int, float]] = {}
         """rank -> (beat counter, when it last advanced or the stack was dumped)"""
-        self.stacks: dict[int, str] = {}
+        self.stacks: dict[int, Future[str]] = {}
+        self.thread = ThreadPoolExecutor(1, thread_name_prefix="stacks")
+        """Dumps stacks, which takes seconds: the beats of this host go on meanwhile."""
 
     def read(self) -> Message:
         """The ranks of this host, by rank, as JSON."""
@@ -57,8 +60,12 @@ class RankReadings:
         elif now - since > self.hang_timeout and not reading.is_stopped:
             self.progress[rank] = (beats, now)
             log = self.folder.log(self.attempt, rank)
-            self.stacks[rank] = dump_stack(reading, log, stop_after=False)[:MAX_STACK]
-        return self.stacks.get(rank, "")
+            self.stacks[rank] = self.thread.submit(dump_stack, reading, log, stop_after=False)
+        stack = self.stacks.get(rank)
+        return stack.result()[:MAX_STACK] if stack is not None and stack.done() else ""
+
+    def close(self) -> None:
+        self.thread.shutdown(wait=False, cancel_futures=True)
 
 
 def decode_readings(host: str, ranks: dict[str, Any]) -> dict[int, HeartbeatReading]:

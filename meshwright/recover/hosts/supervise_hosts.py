@@ -21,10 +21,11 @@ from meshwright.errors import BusyError, ConfigError, KilledBySignal, Meshwright
 from meshwright.recover.hosts.election import Choice, Election, LeaseView
 from meshwright.recover.hosts.host_ranks import POLL_SECONDS, HostRanks, HostsMissing, Inbox, take
 from meshwright.recover.hosts.leader import HostsPolicy
-from meshwright.recover.hosts.local_ranks import LocalLauncher, LocalRanks
-from meshwright.recover.hosts.member import LeaveJob, Member
+from meshwright.recover.hosts.local_ranks import KILL_FRACTION, KILL_SECONDS, LocalLauncher, LocalRanks
+from meshwright.recover.hosts.member import Member
 from meshwright.recover.hosts.messages import MAX_MESSAGE_BYTES, acknowledgement, decode_message, encode_message
 from meshwright.recover.lease import (
+    OBJECT_STORE_OBSERVATION,
     OBSERVATION_SECONDS,
     Lease,
     host_name,
@@ -55,6 +56,11 @@ class JobEnded(MeshwrightError):
 
 class SteppedBack(MeshwrightError):
     """This host could not lead, and leaves that to others for a while."""
+
+
+def job_id(secret: bytes) -> str:
+    """What a lease records of the job that it belongs to."""
+    return mac(secret, b"job").hex()[:32]
 
 
 def host_address() -> str:
@@ -96,27 +102,35 @@ class HostSupervisor:
     fresh: bool = False
     keeper: SnapshotKeeper | None = None
     """What this host keeps in memory for the ranks of the job."""
-    observation: float = OBSERVATION_SECONDS
 
     def __post_init__(self) -> None:
         self.name, self.address = host_name(), host_address()
         self.token = process_token()
-        self.job = mac(self.secret, b"job").hex()[:32]
+        self.job = job_id(self.secret)
+        self.observation = OBJECT_STORE_OBSERVATION if self.folder.url else OBSERVATION_SECONDS
+        self.accepted: set[Connection] = set()
+        """The connections of other hosts while this one leads."""
         self.inbox: Inbox = queue.SimpleQueue()
         self.listener = Listener(self.address, self.secret, self._serve)
-        self.local = LocalRanks(self.folder, self.launcher, self.launch.hang_timeout)
+        # Ranks that a member gives up must be dead before the leader gives up the member.
+        kill_seconds = min(KILL_SECONDS, KILL_FRACTION * self.launch.host_timeout)
+        self.local = LocalRanks(self.folder, self.launcher, self.launch.hang_timeout, kill_seconds=kill_seconds)
         self.leading = self.stepped_back = False
+        self.warned_of_leader = ""
 
     def run(self) -> Any:
         """Returns the summary of the job; raises what ended it."""
         self.election = election = Election(self.job, self.token, self.observation)
-        told = ""
+        warned = ""
         try:
             while True:
+                if self.received:
+                    raise StoppedBeforeStart(self.received[0])
                 try:
                     lease = view_newest_lease(self.folder)
                 except OSError as error:
-                    told = self._tell(f"the run folder cannot be read: {error.strerror}", told)
+                    warned = self._warn_once(f"the run folder cannot be read: {error.strerror}", warned)
+                    election.forget()
                     time.sleep(SEEK_SECONDS)
                     continue
                 match election.decide(lease, time.monotonic()):
@@ -138,17 +152,16 @@ class HostSupervisor:
                             return outcome.get("summary") or {}
                     case Choice.WAIT:
                         holder = f" of attempt {lease.attempt}" if lease is not None else ""
-                        told = self._tell(f"waiting for the leader{holder}, which has ended or is silent", told)
-                if self.received:
-                    raise StoppedBeforeStart(self.received[0])
+                        message = f"waiting for the leader{holder}, which has ended or is silent"
+                        warned = self._warn_once(message, warned)
                 time.sleep(SEEK_SECONDS * (0.5 + secrets.randbelow(1000) / 1000))
         finally:
             self.local.end()
             self.listener.close()
 
-    def _tell(self, message: str, told: str) -> str:
+    def _warn_once(self, message: str, warned: str) -> str:
         """Warns, unless the message before was the same."""
-        if message != told:
+        if message != warned:
             warn(f"host {self.name}: {message}")
         return message
 
@@ -160,7 +173,14 @@ class HostSupervisor:
         raise JobEnded(lease.exit_code or 1, message, "try again with a new secret on every host to start a new job")
 
     def _take(self, lease: LeaseView | None) -> Lease | None:
-        return take_lease(self.folder, lease, self.job, f"{self.address}:{self.listener.port}", self.fresh)
+        """The lease of the next attempt; None if another host has it, or the store does not answer."""
+        try:
+            return take_lease(self.folder, lease, self.job, f"{self.address}:{self.listener.port}", self.fresh)
+        except OSError as error:
+            warn(f"host {self.name} could not take the lease: {error.strerror}")
+        except BusyError as error:
+            warn(f"host {self.name} could not take the lease: {error.message}")
+        return None
 
     def _member(self, *, is_leader: bool = False) -> Member:
         ports = lambda: free_port(self.address)  # noqa: E731
@@ -207,7 +227,7 @@ class HostSupervisor:
                 self._fence(ranks.leader.attempt + 1)
             else:
                 ranks.leave(error, summary if isinstance(summary, dict) else {})
-            for connection in ranks.connections.values():
+            for connection in list(self.accepted):  # also those that have not joined yet
                 connection.close()
 
     def _serve(self, connection: Connection) -> None:
@@ -217,7 +237,11 @@ class HostSupervisor:
             if self.keeper is not None:
                 KeeperSession(self.keeper, connection, attempt).serve()
         elif self.leading:
-            receive_messages(connection, self.inbox, first)
+            self.accepted.add(connection)
+            try:
+                receive_messages(connection, self.inbox, first)
+            finally:
+                self.accepted.discard(connection)
 
     def _fence(self, attempt: int) -> None:
         """Accepts no snapshots of attempts before this one from now on."""
@@ -229,13 +253,15 @@ class HostSupervisor:
         host, _, port = lease.address.rpartition(":")
         try:
             connection = connect((host, int(port)), self.secret, CONNECT_SECONDS)
-        except (ChannelError, ValueError):
+        except (ChannelError, ValueError) as error:
+            self.warned_of_leader = self._warn_once(f"the leader does not answer: {error}", self.warned_of_leader)
             return None
         inbox: Inbox = queue.SimpleQueue()
         threading.Thread(target=receive_messages, args=(connection, inbox), daemon=True).start()
         member = self._member()
         member.join(time.monotonic())
-        warn(f"host {self.name} has joined the job that {host} leads (attempt {lease.attempt})")
+        self.warned_of_leader = ""
+        warn(f"host {self.name} joins the job that {host} leads (attempt {lease.attempt})")
         try:
             return self._serve_leader(member, connection, inbox)
         finally:
@@ -256,7 +282,7 @@ class HostSupervisor:
                     member.receive(message)
             leave = self.local.drive(member)
             if leave is not None:
-                raise_ended(leave)
+                raise JobEnded(leave.exit_code, leave.reason)
             member.tick(time.monotonic(), self.local.read)
             if len(self.received) > forwarded:
                 forwarded += 1
@@ -275,10 +301,6 @@ class HostSupervisor:
                 return None
             if time.monotonic() > leave_at:
                 raise StoppedBeforeStart(self.received[0])
-
-
-def raise_ended(leave: LeaveJob) -> None:
-    raise JobEnded(leave.exit_code, leave.reason)
 
 
 def receive_messages(connection: Connection, inbox: Inbox, first: bytes = b"") -> None:

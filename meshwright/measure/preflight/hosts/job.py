@@ -13,8 +13,8 @@ from meshwright.errors import ConfigError, PeerError
 from meshwright.launch.fork_server import ForkServer
 from meshwright.measure.preflight.report import PreflightReport
 from meshwright.recover.hosts.hosts_policy import hosts_policy
-from meshwright.recover.hosts.supervise_hosts import supervise_hosts
-from meshwright.recover.lease import host_name
+from meshwright.recover.hosts.supervise_hosts import job_id, supervise_hosts
+from meshwright.recover.lease import host_name, view_newest_lease
 from meshwright.telemetry.run_folder import RunFolder
 
 SECONDS = 10.0
@@ -53,23 +53,22 @@ def preflight_on_hosts(config: RunConfig, run: RunFolder, cluster: str | None, s
             "try launch.preflight = off, or torchrun ... -m meshwright preflight",
         )
     config = replace(config, launch=replace(config.launch, restarts=0, min_hosts=0))
-    meeting = RunFolder(run.root.parent / f"{run.root.name}.preflight")
+    secret = mac(read_secret(), b"preflight")
+    meeting = RunFolder(run.root.parent / f"{run.root.name}.preflight-{job_id(secret)[:12]}")
     server = PreflightServer(config, meeting, run, cluster, seconds)
-    try:
-        with closing(server):
-            values = supervise_hosts(
-                meeting,
-                config.launch,
-                server,
-                lambda _attempt: NoViewer(),
-                hosts_policy(config),
-                mac(read_secret(), b"preflight"),
-                lambda start: start,
-                fresh=False,
-                close=server.close,
-            )
-    finally:
-        shutil.rmtree(meeting.root, ignore_errors=True)
+    with closing(server):
+        values = supervise_hosts(
+            meeting,
+            config.launch,
+            server,
+            lambda _attempt: NoViewer(),
+            hosts_policy(config),
+            secret,
+            lambda start: start,
+            fresh=False,
+            close=server.close,
+        )
+    shutil.rmtree(meeting.root, ignore_errors=True)  # every host has the report
     if not values:
         raise PeerError("the preflight has ended on the other hosts without this one", "try it again on every host")
     return PreflightReport.from_json(values)
@@ -80,7 +79,9 @@ def require_preflight(config: RunConfig, run: RunFolder, cluster: str | None) ->
     with `exclude`, only on the hosts that are left out.
     """
     mode = config.launch.preflight
-    if mode == "off":
+    lease = view_newest_lease(run) if mode != "off" else None
+    # A supervisor that joins a job that runs has nobody to measure with.
+    if mode == "off" or (lease is not None and lease.job == job_id(read_secret())):
         return
     report = preflight_on_hosts(config, run, cluster, SECONDS)
     suspects = report.suspect_hosts
