@@ -19,7 +19,9 @@ from meshwright.errors import StoppedBeforeStart
 from meshwright.io import create_file
 from meshwright.launch.descendants import MARK, end_descendants, with_mark
 from meshwright.recover.failures import Failure, RanksFailed
+from meshwright.recover.hosts.rank_lock import lock_path
 from meshwright.recover.incidents import read_heartbeats, tail_lines
+from meshwright.recover.lease import host_name
 from meshwright.recover.supervisor import kill_rank
 from meshwright.telemetry.heartbeat import HeartbeatReading
 from meshwright.telemetry.run_folder import RunFolder
@@ -88,7 +90,8 @@ class ForkServer:
         self._mark = secrets.token_hex(8)
         environment = os.environ | {"OMP_NUM_THREADS": str(self._config.launch.threads), "PYTHONUNBUFFERED": "1"}
         job = {"config": config_to_dict(self._config), "folder": str(self._folder.root.resolve())}
-        job |= {"entry_points": self._entry_points, "options": self._options}
+        lock = str(lock_path(self._folder.root, host_name())) if self._config.launch.hosts > 1 else ""
+        job |= {"entry_points": self._entry_points, "options": self._options, "lock": lock}
         log_file = create_file(self._log, os.O_WRONLY | os.O_APPEND)
         # The job is passed in a file: a pipe has room for 64 KiB, and a stopped server would block this process.
         with open(log_file, "ab") as log, tempfile.TemporaryFile("w+") as job_file:

@@ -20,6 +20,7 @@ from meshwright.config import config_from_dict
 from meshwright.errors import MeshwrightError, limit_error
 from meshwright.parent_death import exit_with_parent
 from meshwright.recover.failures import Failure, RanksFailed
+from meshwright.recover.hosts.rank_lock import hold_lock
 from meshwright.telemetry.run_folder import RunFolder
 from meshwright.topology.placement import HostPlacement
 
@@ -80,6 +81,8 @@ def main(result_file: int, job_file: int, process: type[ForkServerProcess] = For
     with os.fdopen(job_file) as file:
         server = process(json.load(file))
     exit_with_parent(server.request["parent"])
+    if lock := server.request.get("lock"):  # the ranks inherit it
+        hold_lock(Path(lock))
     with os.fdopen(result_file, "w") as out:
         for line in sys.stdin:
             out.write(json.dumps(attempt_result(server, json.loads(line))) + "\n")

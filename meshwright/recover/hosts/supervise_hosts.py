@@ -24,6 +24,7 @@ from meshwright.recover.hosts.leader import HostsPolicy
 from meshwright.recover.hosts.local_ranks import KILL_FRACTION, KILL_SECONDS, LocalLauncher, LocalRanks
 from meshwright.recover.hosts.member import Member
 from meshwright.recover.hosts.messages import MAX_MESSAGE_BYTES, acknowledgement, decode_message, encode_message
+from meshwright.recover.hosts.rank_lock import is_free, lock_path
 from meshwright.recover.lease import (
     OBJECT_STORE_OBSERVATION,
     OBSERVATION_SECONDS,
@@ -123,6 +124,7 @@ class HostSupervisor:
         self.election = election = Election(self.job, self.token, self.observation)
         warned = ""
         try:
+            self._wait_for_earlier_ranks()
             while True:
                 if self.received:
                     raise StoppedBeforeStart(self.received[0])
@@ -158,6 +160,15 @@ class HostSupervisor:
         finally:
             self.local.end()
             self.listener.close()
+
+    def _wait_for_earlier_ranks(self) -> None:
+        """An earlier supervisor of this host was killed, and its ranks have not ended yet: no other ranks start."""
+        warned, lock = "", lock_path(self.folder.root, self.name)
+        while not is_free(lock):
+            if self.received:
+                raise StoppedBeforeStart(self.received[0])
+            warned = self._warn_once("waiting for ranks of an earlier supervisor, which have not ended", warned)
+            time.sleep(SEEK_SECONDS)
 
     def _warn_once(self, message: str, warned: str) -> str:
         """Warns, unless the message before was the same."""

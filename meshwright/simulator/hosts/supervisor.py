@@ -40,6 +40,8 @@ class SimulatedSupervisor(LeadingSupervisor):
 
     def _run(self) -> Steps:
         election = self.election
+        while (earlier := self.cluster.hosts[self.host].ranks) is not None and earlier.runs:  # `rank_lock`
+            yield from self.sleep(SEEK_SECONDS)
         while True:
             yield from self.use_store()
             lease = self.cluster.store.view_newest_lease()
