@@ -80,6 +80,11 @@ class ForkServer:
         readings = read_heartbeats(self._folder, self._attempt)
         return {rank: reading for rank, reading in readings.items() if self._ranks is None or rank in self._ranks}
 
+    def _has_started_a_rank(self) -> bool:
+        if self._ranks is None:
+            return any(self._log.parent.glob("heartbeat-*"))
+        return any(self._folder.heartbeat(self._attempt, rank).exists() for rank in self._ranks)
+
     def kill_rank(self, rank: int) -> None:
         if (heartbeat := self.read_heartbeats().get(rank)) is not None:
             kill_rank(heartbeat)
@@ -168,7 +173,7 @@ class ForkServer:
         """The summary of the attempt; raises RanksFailed, or the error that the server reported."""
         assert self._process is not None
         self._result = self._result if self._result.endswith(b"\n") else b""
-        if not self._result and self._sent_signal and not self.read_heartbeats():
+        if not self._result and self._sent_signal and not self._has_started_a_rank():
             raise StoppedBeforeStart(self._sent_signal)  # no rank had started
         if not self._result:
             ended = Failure.from_exit_status(0, self._process.returncode)

@@ -41,5 +41,5 @@ def test_torchrun_world_size_that_does_not_fit_the_layout_is_refused(tmp_path, o
 
 def test_thousands_of_ranks_on_one_host_are_refused(tmp_path):
     config = load_config(overrides=["--data.kind=synthetic", "--batch.global=100000"], ranks=100_000)
-    with pytest.raises(ConfigError, match="100,000 ranks on one host; expected at most 1,024, or try torchrun"):
+    with pytest.raises(ConfigError, match="100,000 ranks on one host; expected at most 1,024, or try more hosts"):
         make_job(config, RunFolder(tmp_path))

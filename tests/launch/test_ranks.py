@@ -78,7 +78,7 @@ def test_run_ranks_kills_every_rank_after_the_timeout():
     class RecordingRanks(Ranks):
         def __init__(self, *args):
             super().__init__(*args)
-            pids.extend(p.pid for p in self._processes)
+            pids.extend(p.pid for p in self._processes.values())
 
     from meshwright.launch import ranks as module
 

@@ -11,7 +11,7 @@ from benchmarks.s3_server import BUCKET, environment, missing_packages, s3_serve
 from meshwright.store.object_process import STATE, close_processes
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def s3_port():
     if missing := missing_packages():
         pytest.skip(f"not installed: {', '.join(missing)}")

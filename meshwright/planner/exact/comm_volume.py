@@ -56,8 +56,8 @@ from meshwright.topology.parameter_shards import (
 )
 from meshwright.topology.schedules import SCHEDULES
 
-CONTROL_VECTOR_BYTES = 8 * 8
-"""The step control vector: tokens, bad samples, their ranks, two signals, two save flags, a stop."""
+CONTROL_VECTOR_BYTES = 8 * 9
+"""The step control vector: tokens, bad samples, their ranks, two signals, three save flags, a stop."""
 USED_PARAMETERS_BYTES = 2 * 8
 """What it has for every pipeline rank: two flags on parameters that were used."""
 
