@@ -247,7 +247,7 @@ def test_function_returns_the_report(tmp_path):
     ("options", "message"),
     [
         (["--seconds", "0.5"], "--seconds 0.5 is out of range"),
-        (["--hosts", "2", "--ranks", "2"], "2 hosts, and this process forks the ranks of one"),
+        (["--hosts", "2", "--ranks", "2"], "the hosts of a job share a secret"),
         (["--cluster", "h1000"], "cluster 'h1000' is unknown"),
     ],
 )
