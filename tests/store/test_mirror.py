@@ -120,6 +120,7 @@ def test_names_that_no_run_writes_are_not_fetched(root, url, name):
 
 def test_failed_push_is_reported_once_and_repeated(root, events, proxy, url):
     reports: list[str] = []
+    ObjectStore(url).replace("identity.json", b"{}")
     pusher = RecordPusher(root, reports.append, interval=1000)
     proxy.faults = [Fault("error", "PUT", "events", times=100, status=403)]
     pusher.push()
@@ -129,6 +130,26 @@ def test_failed_push_is_reported_once_and_repeated(root, events, proxy, url):
     proxy.faults = []
     pusher.close()
     assert ObjectStore(url).size("events/rank-00000.jsonl") == len(LINE) * 3
+
+
+def test_records_of_a_run_that_was_deleted_in_the_store_are_removed_from_the_mirror(root, events):
+    with RunMirror(root) as mirror:
+        mirror.use()
+    assert not (root / "events").exists()
+
+
+def test_mirror_fetches_the_records_of_ranks_that_another_host_has_run(root, url):
+    store = ObjectStore(url)
+    store.replace("events/rank-00001.jsonl", b"one\n")
+    store.replace("events/rank-00002.jsonl", b"two\n")
+    with RunMirror(root) as mirror:
+        mirror.prepare_attempt(3, range(1, 2))
+        assert (root / "events/rank-00001.jsonl").read_bytes() == b"one\n"
+        assert not (root / "events/rank-00002.jsonl").exists()
+        assert (root / "attempts/0003").is_dir()
+        (root / "events/rank-00002.jsonl").write_bytes(b"stale\n")
+        mirror.push(ranks=range(1, 2))
+    assert store.read("events/rank-00002.jsonl", 0, 100) == b"two\n"
 
 
 def test_store_that_cannot_be_read_is_an_error_of_the_config(root, proxy, url):
