@@ -146,8 +146,8 @@ import ray, sys
 from meshwright.launch.engines.ray_train import make_trainer
 address, run_file, run, storage = sys.argv[1:]
 ray.init(address=address)
-result = make_trainer(run_file, run, 2, max_failures=2, storage=storage).fit()
-print("digest", result.metrics["digest"])
+make_trainer(run_file, run, 2, max_failures=2, storage=storage).fit()
+print("the trainer has returned")
 """
 
 
@@ -168,4 +168,4 @@ def test_ray_train_restarts_a_killed_rank_and_the_run_continues(local_ray, tmp_p
         process.kill()
     assert final_digest(run, STEPS) == undisturbed
     assert len(list((run / "attempts").iterdir())) == 2
-    assert "digest " in log.read_text()
+    assert "the trainer has returned" in log.read_text()
