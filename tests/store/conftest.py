@@ -21,7 +21,8 @@ def s3_port():
 
 @pytest.fixture
 def s3(s3_port, monkeypatch):
-    """The port of the server, which the environment names."""
+    """The port of the server, which the environment names. As in a new process: no test before has trained here."""
+    monkeypatch.setattr(STATE, "forking", 0)
     for name, value in environment(s3_port).items():
         monkeypatch.setenv(name, value)
     yield s3_port
