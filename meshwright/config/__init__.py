@@ -1,7 +1,7 @@
 """The settings of a run: frozen dataclasses, read from TOML and the command line, with batch sizes and fingerprints."""
 
+from meshwright.block_sizes import BLOCK_SIZES, BlockSizes
 from meshwright.config.batch import Batch, derive_batch
-from meshwright.config.block_sizes import BLOCK_SIZES, BlockSizes
 from meshwright.config.constraints import IGNORE_INDEX, MAX_GLOBAL_BATCH
 from meshwright.config.data import DataConfig, SourceConfig
 from meshwright.config.fingerprint import fingerprint, identity, placement
@@ -19,6 +19,7 @@ from meshwright.config.parallelism import (
 )
 from meshwright.config.presets import PRESETS
 from meshwright.config.reader import config_from_dict, config_to_dict, config_to_toml, load_config
+from meshwright.config.rl import RLConfig
 from meshwright.config.run_config import (
     BatchConfig,
     CheckpointConfig,
@@ -64,6 +65,7 @@ __all__ = [
     "PipelineConfig",
     "PrecisionConfig",
     "ProfileConfig",
+    "RLConfig",
     "RunConfig",
     "ScheduleConfig",
     "SourceConfig",

@@ -34,6 +34,7 @@ from meshwright.config.parallelism import (
     LayoutConfig,
     PipelineConfig,
 )
+from meshwright.config.rl import RLConfig
 from meshwright.errors import ConfigError
 
 
@@ -327,6 +328,7 @@ class RunConfig:
     batch: BatchConfig = field(default_factory=BatchConfig)
     optimizer: OptimizerConfig = field(default_factory=OptimizerConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    rl: RLConfig = field(default_factory=RLConfig)
     precision: PrecisionConfig = field(default_factory=PrecisionConfig)
     numerics: NumericsConfig = field(default_factory=NumericsConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
