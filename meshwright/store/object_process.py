@@ -7,11 +7,9 @@ forked processes can use the library themselves. The two processes exchange mess
 
 from __future__ import annotations
 
-import json
 import os
 import select
 import socket
-import struct
 import subprocess
 import sys
 import threading
@@ -20,6 +18,7 @@ from dataclasses import asdict
 from typing import Any
 
 from meshwright.errors import ConfigError
+from meshwright.framing import PeerEnded, receive, send
 from meshwright.store.interface import Buffer
 from meshwright.store.object_calls import (
     DirectCalls,
@@ -29,42 +28,8 @@ from meshwright.store.object_calls import (
     has_started_threads,
 )
 
-LENGTHS = struct.Struct(">IQ")
-"""Before each message: the bytes of its JSON, and of the content that follows it."""
-MAX_HEADER_BYTES = 64 << 20
-MAX_CONTENT_BYTES = 1 << 32
 PARENT_CHECK_SECONDS = 2.0
 METHODS = ("put", "get", "read", "head", "list_folder", "list_sizes", "delete", "upload")
-
-
-class ProcessEnded(OSError):
-    """The other process has closed its end of the socket."""
-
-
-def send(connection: socket.socket, header: dict[str, Any], content: Buffer = b"") -> None:
-    text, view = json.dumps(header).encode(), memoryview(content).cast("B")
-    connection.sendall(LENGTHS.pack(len(text), len(view)) + text)
-    if view:
-        connection.sendall(view)
-
-
-def receive(connection: socket.socket) -> tuple[dict[str, Any], bytearray]:
-    text_bytes, content_bytes = LENGTHS.unpack(receive_exactly(connection, LENGTHS.size))
-    if text_bytes > MAX_HEADER_BYTES or content_bytes > MAX_CONTENT_BYTES:
-        raise ProcessEnded("a message is too long")
-    header = json.loads(receive_exactly(connection, text_bytes))
-    return header, receive_exactly(connection, content_bytes)
-
-
-def receive_exactly(connection: socket.socket, count: int) -> bytearray:
-    content = bytearray(count)
-    view = memoryview(content)
-    while view:
-        received = connection.recv_into(view)
-        if not received:
-            raise ProcessEnded("the other process has ended")
-        view = view[received:]
-    return content
 
 
 class ProcessCalls:
@@ -154,7 +119,7 @@ class ProcessCalls:
                 send(connection, {}, block)
             send(connection, {"end": True})
             header, _ = receive(connection)
-        except ProcessEnded:
+        except PeerEnded:
             raise RequestFailed("the process of the store ended", retry=True) from None
         finally:
             other.close()
