@@ -15,7 +15,7 @@ is rewarded for valid characters, for shorter completions and for first characte
 from __future__ import annotations
 
 from collections.abc import Mapping
-from os.path import commonprefix
+from itertools import takewhile
 from typing import Any
 
 from meshwright.rl.tasks.registry import TASKS
@@ -35,5 +35,5 @@ def answer_reward(item: Mapping[str, Any], completion: str) -> float:
         return 0.0
     valid = sum(character in TASKS[item["task"]].answers for character in completion)
     lengths = len(completion), len(answer)
-    prefix = len(commonprefix([completion, answer]))
+    prefix = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(completion, answer, strict=False)))
     return VALID * valid / lengths[0] + LENGTH * min(lengths) / max(lengths) + PREFIX * prefix / lengths[1]

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from itertools import product
+from itertools import pairwise, product
 
 from meshwright.rl.tasks.draws import Draws
 from meshwright.rl.tasks.task import Problem, Task, TaskLevel
@@ -81,7 +81,7 @@ def comparisons(draws: Draws, names: str) -> tuple[list[str], str]:
     """A random order of names, and sentences that determine it, also in random order: `b after a`, `c before d`."""
     order = draws.shuffled(names)
     facts = []
-    for earlier, later in draws.shuffled(list(zip(order, order[1:], strict=False))):
+    for earlier, later in draws.shuffled(list(pairwise(order))):
         facts.append(f"{later} after {earlier}" if draws.integer(0, 1) else f"{earlier} before {later}")
     return order, " ".join(facts)
 

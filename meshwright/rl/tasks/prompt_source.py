@@ -81,8 +81,8 @@ class TaskPrompts:
 
 
 class UserPrompts:
-    """A user's prompts: an object with `__len__` and `__getitem__`, whose items are dicts with the key `prompt`: a text,
-    or a list of token ids. What else is in an item is for the reward function; it is plain data, as in JSON.
+    """A user's prompts: an object with `__len__` and `__getitem__`, whose items are dicts with the key `prompt`: a
+    text, or a list of token ids. What else is in an item is for the reward function; it is plain data, as in JSON.
     """
 
     def __init__(self, dataset: Any, name: str, tokenizer: Tokenizer, vocab: int, longest: int) -> None:
@@ -145,8 +145,8 @@ class UserPrompts:
         return np.array(ids, np.int32)
 
     def fingerprint(self) -> str:
-        """The `fingerprint` of the dataset if it defines one, else a digest of its length and of up to 64 items; and the
-        digest of the tokenizer.
+        """The `fingerprint` of the dataset if it defines one, else a digest of its length and of up to 64 items; and
+        the digest of the tokenizer.
         """
         defined = getattr(self.dataset, "fingerprint", None)
         if defined is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from functools import partial
 
 from meshwright.rl.tasks.draws import Draws
@@ -10,7 +11,7 @@ from meshwright.rl.tasks.task import Problem, Task, TaskLevel
 LETTERS = "abcdefghijklmnopqrstuvwxyz"
 FOLLOWING = str.maketrans(LETTERS, LETTERS[1:] + LETTERS[0])
 """Every letter -> the next one of the alphabet; z -> a."""
-OPERATIONS = {
+OPERATIONS: dict[str, Callable[[str], str]] = {
     "copy": lambda word: word,
     "reverse": lambda word: word[::-1],
     "sort": lambda word: "".join(sorted(word)),

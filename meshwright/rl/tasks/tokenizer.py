@@ -5,6 +5,7 @@ Torch-free.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from typing import Any, Protocol
 
 from meshwright.config import RunConfig
@@ -37,7 +38,7 @@ class Tokenizer(Protocol):
 
 
 class CharacterTokenizer:
-    """One token per character, for the tasks: a small vocabulary, from which a small model can learn by rewards alone."""
+    """One token per character, for the tasks: few tokens, so that a small model can learn by rewards alone."""
 
     vocab = len(CHARACTERS) + 1
     end: int | None = END
@@ -89,8 +90,6 @@ def open_text_tokenizer(config: RunConfig) -> TextTokenizer:
     if path is None:
         encoder = open_encoder(config.data, config.model.separator)
         return TextTokenizer(lambda text: list(text.encode()), decode_bytes, 256, encoder.end_of_document, "bytes")
-    from dataclasses import replace
-
     encoder = open_encoder(replace(config.data, tokenizer=path), config.model.separator)
     tokenizer, digest = load_tokenizer(path)
 
