@@ -1,0 +1,1 @@
+"""Rewards of completions: the function of a task or of a user, and the process that calls it."""

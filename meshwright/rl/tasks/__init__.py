@@ -1,0 +1,1 @@
+"""Tasks with verifiable answers, their tokenizer, and prompts as a source."""

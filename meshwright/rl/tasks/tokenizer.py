@@ -1,0 +1,120 @@
+"""The tokenizers of prompts and completions: one token per character for the tasks, else bytes or a tokenizer.json.
+Torch-free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, Protocol
+
+from meshwright.config import RunConfig
+from meshwright.data.tokenization import find_run_tokenizer, load_tokenizer, open_encoder
+from meshwright.errors import DataError
+
+CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyz +-*=()&|!^"
+"""The characters of the tasks; that with index i is token i + 1."""
+END = 0
+"""The token that ends a completion."""
+UNKNOWN = "\ufffd"
+"""The text of a token that has none."""
+
+
+class Tokenizer(Protocol):
+    """Text -> token ids, and back."""
+
+    vocab: int
+    """the largest token id plus one"""
+    end: int | None
+    """the token that ends a completion; None: a completion ends at its limit"""
+    digest: str
+    """a digest of its content"""
+
+    def encode(self, text: str) -> list[int]: ...
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """The text of a completion, up to the end token and without it. Token ids without a text are U+FFFD."""
+        ...
+
+
+class CharacterTokenizer:
+    """One token per character, for the tasks: few tokens, so that a small model can learn by rewards alone."""
+
+    vocab = len(CHARACTERS) + 1
+    end: int | None = END
+    digest = f"characters {CHARACTERS}"
+
+    def encode(self, text: str) -> list[int]:
+        """Raises DataError for a character that has no token."""
+        unknown = sorted(set(text) - set(CHARACTERS))
+        if unknown:
+            raise DataError(f"the text {text!r} has the character {unknown[0]!r}", f"expected only {CHARACTERS!r}")
+        return [CHARACTERS.index(character) + 1 for character in text]
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        kept = before_end(tokens, self.end)
+        return "".join(CHARACTERS[token - 1] if 0 < token < self.vocab else UNKNOWN for token in kept)
+
+
+class TextTokenizer:
+    """Bytes, or the tokens of a tokenizer.json, for the prompts of a user."""
+
+    def __init__(
+        self,
+        encode: Callable[[str], list[int]],
+        decode: Callable[[list[int]], str],
+        vocab: int,
+        end: int | None,
+        digest: str,
+    ) -> None:
+        self.encode_text, self.decode_tokens = encode, decode
+        self.vocab, self.end, self.digest = vocab, end, digest
+
+    def encode(self, text: str) -> list[int]:
+        return self.encode_text(text)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return self.decode_tokens([int(token) for token in before_end(tokens, self.end)])
+
+
+def before_end(tokens: Sequence[int], end: int | None) -> Sequence[int]:
+    """The tokens before the first end token."""
+    return next((tokens[:index] for index, token in enumerate(tokens) if token == end), tokens)
+
+
+def open_text_tokenizer(config: RunConfig) -> TextTokenizer:
+    """The tokenizer of a run's data (`data.tokenizer`, or the one beside its initial weights); bytes where there is
+    none.
+    """
+    path = find_run_tokenizer(config) if config.data.kind != "shards" else config.data.tokenizer or None
+    if path is None:
+        encoder = open_encoder(config.data, config.model.separator)
+        return TextTokenizer(lambda text: list(text.encode()), decode_bytes, 256, encoder.end_of_document, "bytes")
+    encoder = open_encoder(replace(config.data, tokenizer=path), config.model.separator)
+    tokenizer, digest = load_tokenizer(path)
+
+    def encode(text: str) -> list[int]:
+        return list(next(iter(encoder.encode([text], False))))
+
+    def decode(tokens: list[int]) -> str:
+        return decode_known(tokenizer, tokens, encoder.vocab)
+
+    return TextTokenizer(encode, decode, encoder.vocab, encoder.end_of_document, digest)
+
+
+def decode_bytes(tokens: list[int]) -> str:
+    """Bytes as UTF-8; those that are none, and token ids above 255, are U+FFFD."""
+    return b"".join(bytes([t]) if 0 <= t < 256 else UNKNOWN.encode() for t in tokens).decode(errors="replace")
+
+
+def decode_known(tokenizer: Any, tokens: list[int], vocab: int) -> str:
+    """Decodes ids of a tokenizer.json; a model may have more ids than its tokenizer, which would leave them out."""
+    parts: list[str] = []
+    known: list[int] = []
+    for token in [*tokens, -1]:
+        if 0 <= token < vocab:
+            known.append(token)
+            continue
+        parts += [tokenizer.decode(known, skip_special_tokens=False), UNKNOWN]
+        known = []
+    return "".join(parts[:-1])
