@@ -12,6 +12,7 @@ from meshwright.parallel.parallel_model import ParallelModel
 from meshwright.parallel.parallelize import DDPFactory, parallelize
 from meshwright.parallel.tensor_parallel import family_parallel_spec
 from meshwright.parallel.world import World
+from meshwright.rl.policy_head import use_policy_objective
 from meshwright.topology.layout import Layout
 from meshwright.topology.parameter_shards import pipeline_placement
 from meshwright.trainer.custom_model import MODEL_PREFIX, CustomModel
@@ -68,8 +69,11 @@ def build_parallel_decoder(
     def initialize(shard: LocalShard, name: str) -> None:
         init_shard(shard.local, name, shard.shape, shard.offset, spec, config.seed)
 
+    model = set_trainable(build_on_meta(config.model, precision.parameters, config.lora, precision.residual), spec)
+    if config.rl.enabled:
+        use_policy_objective(model, config.rl)
     return parallelize(
-        set_trainable(build_on_meta(config.model, precision.parameters, config.lora, precision.residual), spec),
+        model,
         config,
         layout,
         world,

@@ -72,6 +72,8 @@ class Objective(nn.Module):
         self.dtype = next((p.dtype for p in model.parameters() if p.is_floating_point()), torch.float32)
         self.loss = loss if isinstance(loss, nn.Module) or loss is None else _LossModule(loss)
         self.batch = batch
+        self.exact = {batch.names.index(name) for name in getattr(loss, "exact_entries", ())}
+        """positions of entries that the loss takes without rounding them to the dtype of the weights"""
         self.reduction = reduction or ("sum" if loss is not None or returns_sum(model) else "mean")
         self.auxiliary_scale = 1.0
         """factor of the auxiliary loss of routers"""
@@ -109,7 +111,8 @@ class Objective(nn.Module):
     def compute(self, flat: tuple[Tensor, ...]) -> BatchLoss:
         """Runs the model and the loss on a micro-batch."""
         # numpy's floats are float64 by default; inputs follow the dtype of the model's weights
-        flat = tuple(t.to(self.dtype) if t.is_floating_point() else t for t in flat)
+        casts = (tensor.is_floating_point() and i not in self.exact for i, tensor in enumerate(flat))
+        flat = tuple(t.to(self.dtype) if cast else t for t, cast in zip(flat, casts, strict=True))
         outputs = self.call_model(flat)
         target = self.loss_argument(flat)
         result = self.own_loss(outputs, flat) if self.loss is None else self.loss(outputs, target)
@@ -196,8 +199,8 @@ class Objective(nn.Module):
 
     @property
     def measured_names(self) -> tuple[str, ...]:
-        """The names of what is measured beside the loss: the parts of the loss, then the metrics."""
-        return (*self.loss_names, *self.metrics)
+        """The names of what is measured: the parts of the loss, the metrics, and what the loss measures itself."""
+        return (*self.loss_names, *self.metrics, *getattr(self.loss, "measured_names", ()))
 
     @property
     def measured_length(self) -> int:
@@ -214,6 +217,7 @@ class Objective(nn.Module):
             outputs = gather_outputs(loss.outputs)
             for name, metric in self.metrics.items():
                 values += measured_pair(name, metric(outputs, loss.target))
+        values += getattr(self.loss, "take_measured", list)()
         vector = torch.stack([scalar_on(v, loss.total.device).detach().double() for v in values])
         self.measured[:] = [vector if not self.measured else self.measured[0] + vector]
 

@@ -32,7 +32,7 @@ from meshwright.telemetry.step_clock import StepClock
 from meshwright.topology.layout import Layout
 from meshwright.trainer.callbacks.callback import StopRequested
 from meshwright.trainer.expert_balancer import ExpertBalancer
-from meshwright.trainer.objective import find_objective
+from meshwright.trainer.measures import find_measures
 from meshwright.trainer.precision import Precision
 
 
@@ -129,7 +129,7 @@ class StepOutcome:
     in_flight: InFlightTracker | None = None
     """the micro-batches that this rank kept during a pipeline schedule"""
     measured: Tensor | None = None
-    """the parts of the loss and the metrics as (sum, count) over all ranks, see `Objective.measured_names`"""
+    """the parts of the loss and the metrics as (sum, count) over all ranks, see `Measures`"""
     expert_loads: Tensor | None = None
     """tokens per expert over all ranks, see `ExpertBalancer.update_biases`"""
 
@@ -144,7 +144,7 @@ class Step:
         self.expert_balancer = context.expert_balancer
         self.has_stateful_buffers = any(True for _ in stateful_buffers(self.parallel_model.module))
         self.in_flight: InFlightTracker | None = None
-        objective = find_objective(self.parallel_model.module)
+        objective = find_measures(self.parallel_model.module)
         self.objective = objective if objective is not None and objective.measured_length else None
         self.measured: Tensor | None = None
         self.block_calls = 0

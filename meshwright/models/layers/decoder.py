@@ -7,6 +7,8 @@ of its input, so the model runs in float64 if its parameters are float64.
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -87,8 +89,13 @@ class Decoder(nn.Module):
 class LanguageModel(nn.Module):
     """The decoder with its head and loss: (tokens, labels) -> (sum of token losses, number of valid tokens).
 
-    `documents` are those of full sequences; a caller that passes sequence chunks must pass them.
+    Further tensors are told apart by their dtype. One of integers has the documents of full sequences; a caller that
+    passes sequence chunks must pass it. One of floats has the values per token that the loss of the head takes beside
+    the labels, as the policy objective does.
     """
+
+    measures: Any = None
+    """what the loss of the head measures in a step, see trainer/measures.py"""
 
     def __init__(self, config: ModelConfig, decoder: nn.Module, head: HeadLoss | None = None) -> None:
         super().__init__()
@@ -98,10 +105,12 @@ class LanguageModel(nn.Module):
         if config.tie:
             self.tie()
 
-    def forward(self, tokens: Tensor, labels: Tensor, documents: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    def forward(self, tokens: Tensor, labels: Tensor, *more: Tensor) -> tuple[Tensor, Tensor]:
+        documents = next((tensor for tensor in more if not tensor.is_floating_point()), None)
         if documents is None:
             documents = document_ids(tokens, self.separator)
-        return self.head(self.decoder(tokens, documents), labels)  # type: ignore[no-any-return]
+        values = [tensor for tensor in more if tensor.is_floating_point()]
+        return self.head(self.decoder(tokens, documents), labels, *values)  # type: ignore[no-any-return]
 
     def tie(self) -> None:
         """Ties the weight of the head to the embedding."""

@@ -19,6 +19,8 @@ class HeadLoss(nn.Module):
 
     fused = False
     """whether the logits exist for one chunk of tokens only, see `use_fused_loss`"""
+    fusable = True
+    """whether the loss is a sum of cross-entropies, which can be fused with the projection"""
 
     def __init__(self, width: int, vocab: int, cap: float | None = None) -> None:
         super().__init__()
@@ -45,5 +47,5 @@ def valid_tokens(labels: Tensor) -> Tensor:
 def use_fused_loss(model: nn.Module) -> None:
     """Lets the heads of a model compute projection and loss together, in chunks of tokens."""
     for module in model.modules():
-        if isinstance(module, HeadLoss):
+        if isinstance(module, HeadLoss) and module.fusable:
             module.fused = True

@@ -67,11 +67,13 @@ def local_chunk(
 ) -> tuple[Tensor, ...]:
     """The rank's chunks of all tensors of a batch that have a sequence dimension, which is their second. With a
     separator, the first tensor has the tokens, and the document ids of the full sequences are added: a chunk, or a
-    pipeline stage that never sees the tokens, could not find them. The third tensor of a batch of a built-in model has
-    the documents already.
+    pipeline stage that never sees the tokens, could not find them. A third tensor of a batch of a built-in model has the
+    documents already if it has integers; one of floats has values per token.
     """
-    documents = batch[2] if built_in and len(batch) > 2 else document_ids(batch[0], separator)
-    local = batch[:2] if built_in else batch
+    local = batch
+    documents = document_ids(batch[0], separator)
+    if built_in and len(batch) > 2 and not batch[-1].is_floating_point():
+        local, documents = batch[:-1], batch[-1]
     if chunks is not None:
         length = sequence_length(batch)
         local = tuple(chunks.select(t) if t.ndim > 1 and t.shape[1] == length else t for t in local)

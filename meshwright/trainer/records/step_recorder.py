@@ -20,8 +20,8 @@ from meshwright.telemetry.spans import SpanLog
 from meshwright.telemetry.step_clock import StepClock
 from meshwright.topology.collectives import wire_bytes
 from meshwright.trainer.expert_balancer import imbalance
+from meshwright.trainer.measures import find_measures
 from meshwright.trainer.numerics import NoiseScale, first_nonfinite
-from meshwright.trainer.objective import find_objective
 from meshwright.trainer.precision import Precision
 from meshwright.trainer.step import StepOutcome
 
@@ -54,7 +54,7 @@ class StepRecorder:
         """(step, seconds) of the newest steps without counters and profile"""
         self.bad_samples = self.skipped = self.consecutive_skips = 0
         self.loss: float | None = None
-        self.objective = find_objective(parallel_model.module)
+        self.objective = find_measures(parallel_model.module)
         self.metrics: dict[str, float] = {}
         """the metrics of the newest step"""
         self.evaluations: list[tuple[int, float]] = []
