@@ -48,6 +48,8 @@ FAIL_POINTS = {
     "save.before_publish": "after the manifest is durable under a temporary name",
     "save.after_publish": "after the manifest is published",
     "retain.unpublished": "after the manifest of an old checkpoint is removed, before its files are deleted",
+    "rollout.append": "before rollouts are written to the rollout log; the step is the number of the append",
+    "rollout.committed": "after rollouts are durable in the rollout log, before they are acknowledged",
     "end": "after the last step",
 }
 
