@@ -46,10 +46,14 @@ class AssignmentPool:
     def is_assigned(self, generator: str, group: int) -> bool:
         return (generator, group) in self.overdue or (group in self.open and self.open[group][0] == generator)
 
-    def answer(self, generator: str, group: int) -> None:
-        """The generator has sent the group; it returns to the pool unless its record is accepted."""
-        self.overdue.pop((generator, group), None)
-        if group in self.open and self.open[group][0] == generator:
+    def answer(self, generator: str, group: int, version: PolicyVersion) -> None:
+        """The generator has sent the group; it returns to the pool unless its record is accepted.
+
+        A record of another version is one that the generator sends again: it still generates the group.
+        """
+        if self.overdue.get((generator, group)) == version:
+            del self.overdue[generator, group]
+        if self.open.get(group) == (generator, version):
             del self.open[group]
             self.put(group)
 

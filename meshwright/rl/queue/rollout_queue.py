@@ -295,7 +295,7 @@ class RolloutQueue:
                 )
             else:
                 receipts.append(refusal)
-            self._pool.answer(group.generator, group.group)
+            self._pool.answer(group.generator, group.group, group.version)
         if taken:
             self._judged_to = self._log.end
         self._extend_window()
