@@ -26,6 +26,8 @@ class PolicyModel(Protocol):
     """A policy in this process. Both passes compute under the precision of the learner."""
 
     module: nn.Module
+    name_prefix: str
+    """what the names of the module's tensors begin with in the learner, and in the policies that it publishes"""
 
     def logits(self, tokens: Tensor) -> Tensor:
         """(rows, sequence) -> (rows, sequence, vocabulary): the forward pass of the learner."""
@@ -40,6 +42,8 @@ class PolicyModel(Protocol):
 
 class FamilyPolicy:
     """A built-in model. It samples with a key-value cache; the prompt of a group passes through the model once."""
+
+    name_prefix = ""
 
     def __init__(self, module: nn.Module, spec: ModelSpec, autocast: Autocast = nullcontext) -> None:
         self.module, self.spec, self.autocast = module.eval(), spec, autocast
@@ -96,6 +100,8 @@ class ModulePolicy:
     """A user's module: token ids -> logits, or an output with `.logits`. A module that accepts `use_cache` and
     `past_key_values`, as those of transformers do, samples with its own cache; others compute the prefix again.
     """
+
+    name_prefix = "model."
 
     def __init__(self, module: nn.Module, autocast: Autocast = nullcontext) -> None:
         self.module, self.autocast = module.eval(), autocast

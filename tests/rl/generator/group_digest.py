@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 
 import torch
-from policies_for_tests import PROMPT, family_policy
+from small_policies import PROMPT, family_policy
 
 from meshwright.rl.generator.group import GroupPolicies, build_group
 from meshwright.rl.generator.sampling import SamplingSettings

@@ -6,7 +6,7 @@ import math
 
 import numpy as np
 import pytest
-from policies_for_tests import PROMPT, family_policy
+from small_policies import PROMPT, family_policy
 
 from meshwright.rl.generator.group import GroupPolicies, build_group
 from meshwright.rl.generator.sampling import SamplingSettings

@@ -12,7 +12,7 @@ import pytest
 import torch
 from family_models import MODELS, same_model
 from group_digest import digest
-from policies_for_tests import PROMPT, family_policy
+from small_policies import PROMPT, family_policy
 from torch import nn
 
 from meshwright.errors import ConfigError, NumericsError

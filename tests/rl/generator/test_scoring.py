@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from family_models import MODELS
-from policies_for_tests import PROMPT, family_policy
+from small_policies import PROMPT, family_policy
 
 from meshwright.config import IGNORE_INDEX
 from meshwright.config.model import OptionTable
