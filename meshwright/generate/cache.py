@@ -67,6 +67,12 @@ class KeyValueCache:
         for attention in self.attentions:
             attention.positions = positions
 
+    def repeat(self, rows: int) -> None:
+        """Continues the only row of the cache as `rows` rows."""
+        for attention in self.attentions:
+            attention.keys = attention.keys.repeat(rows, 1, 1, 1)
+            attention.values = attention.values.repeat(rows, 1, 1, 1)
+
 
 @contextmanager
 def with_cache(model: nn.Module, cores: Sequence[str], slots: int) -> Iterator[KeyValueCache]:

@@ -1,0 +1,88 @@
+"""The scoring pass: log-probabilities of completions by the forward pass of the learner, in the learner's shapes.
+
+A matrix product may round the last bit of a row differently at another position of the batch, and experts process the
+rows of all sequences of a batch together. So the pass repeats the micro-batches of the learner: `micro` rows of
+`sequence` tokens, with the rows of a group in the order of the group. If `micro` divides the size of a group, a
+micro-batch of the learner has the rows of one group, and the pass computes exactly what the learner computes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from meshwright.config import IGNORE_INDEX
+from meshwright.errors import ConfigError
+from meshwright.rl.generator.policy_model import PolicyModel
+from meshwright.rl.logprobs import token_logprobs
+from meshwright.rl.rollout import LogProbs, Tokens
+
+PADDING = 0
+"""The token after the end of a row; no label refers to it, and no earlier position attends to it."""
+
+
+@dataclass(frozen=True)
+class MicroBatchShape:
+    """The shape of the learner's micro-batches."""
+
+    micro: int
+    """rows"""
+    sequence: int
+    """tokens of a row"""
+
+
+def group_tokens(
+    prompt: Sequence[int] | Tokens, completions: Sequence[Tokens], sequence: int
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """The rows of a group, (rollouts, sequence): tokens, and labels. The label of a position is the token after it if
+    that belongs to the completion, else IGNORE_INDEX.
+    """
+    tokens = np.full((len(completions), sequence), PADDING, np.int64)
+    labels = np.full((len(completions), sequence), IGNORE_INDEX, np.int64)
+    for row, completion in enumerate(completions):
+        length = len(prompt) + len(completion)
+        if not len(prompt) or length > sequence:
+            raise ConfigError(
+                f"a rollout has {len(prompt)} tokens of a prompt and {len(completion)} of a completion, and a row has "
+                f"{sequence}",
+                f"expected a prompt, and data.sequence of at least {length}",
+            )
+        tokens[row, :length] = np.concatenate((prompt, completion))
+        labels[row, len(prompt) - 1 : length - 1] = completion
+    return tokens, labels
+
+
+def score(
+    model: PolicyModel,
+    prompt: Sequence[int] | Tokens,
+    completions: Sequence[Tokens],
+    shape: MicroBatchShape,
+    temperature: float,
+) -> list[LogProbs]:
+    """The log-probability of every token of every completion."""
+    tokens, labels = group_tokens(prompt, completions, shape.sequence)
+    rows: list[NDArray[np.float64]] = []
+    for start in range(0, len(completions), shape.micro):
+        micro_tokens = np.full((shape.micro, shape.sequence), PADDING, np.int64)
+        micro_labels = np.full((shape.micro, shape.sequence), IGNORE_INDEX, np.int64)
+        count = min(shape.micro, len(completions) - start)
+        micro_tokens[:count] = tokens[start : start + count]
+        micro_labels[:count] = labels[start : start + count]
+        rows += list(score_micro_batch(model, micro_tokens, micro_labels, temperature)[:count])
+    first = len(prompt) - 1
+    return [row[first : first + len(completion)] for row, completion in zip(rows, completions, strict=True)]
+
+
+@torch.no_grad()
+def score_micro_batch(
+    model: PolicyModel, tokens: NDArray[np.int64], labels: NDArray[np.int64], temperature: float
+) -> NDArray[np.float64]:
+    """The log-probability of each label of one micro-batch, 0 where there is none."""
+    device = next(model.module.parameters()).device
+    logits = model.logits(torch.from_numpy(tokens).to(device))
+    logprobs = token_logprobs(logits, torch.from_numpy(labels).to(device), temperature)
+    return logprobs.double().cpu().numpy()
