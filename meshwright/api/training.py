@@ -99,6 +99,7 @@ def train(
     init_from: str | Path | None = None,
     optimizer: Callable[[list[dict[str, Any]]], torch.optim.Optimizer] | None = None,
     schedule: Callable[[int, int], float] | None = None,
+    reward: Callable[..., float] | None = None,
     callbacks: Callback | Sequence[Callback] = (),
     run: str | Path | None = None,
     fresh: bool = False,
@@ -145,6 +146,11 @@ def train(
             must be elementwise. ``config.optimizer`` still has the learning rate, clipping and groups.
         schedule: ``schedule(step, steps)`` returns the learning rate of a step, as a multiple of
             ``config.optimizer.lr``, to use instead of ``config.schedule``. It must be a function of its arguments.
+        reward: ``reward(item, completion)`` returns the reward of the text of a completion, a finite number, in a run
+            with ``config.rl.objective``; with a third argument, it gets the token ids, too. ``item`` is the item of
+            ``source`` that has the prompt: a dict with ``"prompt"``, a text or a list of token ids, and anything else
+            that JSON can represent. It runs in a process of its own, within ``config.rl.reward_timeout`` per group; a
+            group whose reward fails is left out and recorded. Default: the reward of ``config.rl.task``.
         callbacks: receive the records of the run on rank 0, see :class:`Callback`. They run in the process of the rank:
             what they assign to their attributes is not visible in this process.
         run: run folder, or the URL of one in an object store (``s3://``, ``gs://``, ``az://``). Default:
@@ -152,8 +158,8 @@ def train(
         fresh: if True, starts from step 0. An existing run folder is renamed, not deleted.
         fork: if True, continues from the newest checkpoint although settings that change the numbers differ, and
             records a new timeline.
-        accept_code: if True, continues although the code of ``model``, ``loss``, ``collate`` or ``source`` changed
-            since the run began, and records what changed.
+        accept_code: if True, continues although the code of ``model``, ``loss``, ``collate``, ``source`` or ``reward``
+            changed since the run began, and records what changed.
         fallback: if False, a damaged newest checkpoint raises :class:`~meshwright.errors.CheckpointError` instead of
             falling back to an older one.
         cluster: cluster that step-time predictions assume, such as ``"h100:8"``. Default: this machine, if it has been
@@ -193,7 +199,18 @@ def train(
             run,
             (lambda _attempt: SilentDisplay()) if quiet else display,
             UserCode(
-                model, loss, source, parallel_spec, collate, metrics, reduction, init, callbacks, optimizer, schedule
+                model,
+                loss,
+                source,
+                parallel_spec,
+                collate,
+                metrics,
+                reduction,
+                init,
+                callbacks,
+                optimizer,
+                schedule,
+                reward,
             ),
             fresh=fresh,
             fork=fork,

@@ -32,7 +32,8 @@ def train(
         bool, flag("continue from the newest checkpoint with different settings, as a new timeline")
     ] = False,
     accept_code: Annotated[
-        bool, flag("continue although the code of --model, --loss, --collate or --source changed, and record it")
+        bool,
+        flag("continue although the code of --model, --loss, --collate, --source or --reward changed, and record it"),
     ] = False,
     no_fallback: Annotated[
         bool, flag("exit with code 4 if the newest checkpoint is damaged, instead of using an older one")
@@ -55,6 +56,12 @@ def train(
         str | None,
         option("MODULE:NAME", "schedule of your own: a function of (step, steps), a multiple of optimizer.lr"),
     ] = None,
+    reward: Annotated[
+        str | None,
+        option(
+            "MODULE:NAME", "reward of your own (rl.objective): a function of (item, completion) that returns a number"
+        ),
+    ] = None,
     callbacks: Annotated[
         str | None, option("MODULE:NAME", "callback of the run, a list of callbacks, or a function that makes them")
     ] = None,
@@ -67,7 +74,7 @@ def train(
     from meshwright.observe.terminal import JsonLines
     from meshwright.topology.unsupported import validate
 
-    more = {"callbacks": callbacks, "optimizer": optimizer, "schedule": schedule}
+    more = {"callbacks": callbacks, "optimizer": optimizer, "schedule": schedule, "reward": reward}
     entry_points = {**entry_points, **{name: text for name, text in more.items() if text is not None}}
     if restarts is not None:
         overrides = (*overrides, f"--launch.restarts={restarts}")

@@ -25,6 +25,7 @@ from meshwright.launch.rendezvous import RendezvousInfo, join_process_group, lea
 from meshwright.launch.shared_weights import share_weights
 from meshwright.launch.user_code.entry_points import open_callbacks
 from meshwright.launch.user_code.make_custom_model import open_user_code
+from meshwright.launch.user_code.reward import open_reward
 from meshwright.launch.user_code.update import open_user_update
 from meshwright.launch.user_code.user_code import NO_USER_CODE, UserCode
 from meshwright.models.initial_model import take_initial_model
@@ -77,6 +78,7 @@ def make_job(
             f"expected at most {MAX_RANKS_PER_HOST:,}, or try more hosts (launch.hosts)",
         )
     require_compiler(config)
+    reward = open_reward(config, user)
     # The config may come from another run; the identity of the run folder says which code is that of this run.
     config, custom, sources = open_user_code(config, user, same_code=False)
     config, update = open_user_update(config, user, layout)
@@ -96,6 +98,7 @@ def make_job(
         cluster=cluster,
         callbacks=run_callbacks(config, open_callbacks(user), custom is not None),
         update=update,
+        reward=reward,
         given=given,
     )
 

@@ -80,6 +80,8 @@ class Job:
     """where its checkpoints are; None: in its folder. A replay reads those of another folder"""
     callbacks: tuple[Callback, ...] = ()
     update: UserUpdate = NO_USER_UPDATE
+    reward: Callable[..., Any] | None = None
+    """the reward of a completion in a run with rl.objective: the task's, or the user's"""
     placement: HostPlacement | None = None
     """which ranks run on which host, in a job on several hosts"""
     given: RunConfig | None = None

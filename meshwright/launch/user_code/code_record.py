@@ -38,7 +38,7 @@ def build_code_record(module: nn.Module, user: UserCode, source: Any = None) -> 
     for root in modules.values():
         add_module_code(code, root)
     functions = {"loss": user.loss, "collate": user.collate, "init": user.init}
-    for name, value in (functions | update_functions(user)).items():
+    for name, value in (functions | training_functions(user)).items():
         if value is not None and name not in modules:
             code.add(value, name)
     structure = [line for name, root in modules.items() for line in describe_model(code, root, name)]
@@ -53,17 +53,18 @@ def build_code_record(module: nn.Module, user: UserCode, source: Any = None) -> 
 
 
 def build_update_record(user: UserCode) -> CodeRecord:
-    """Fingerprints an optimizer and a schedule of the user's that train a built-in model."""
+    """Fingerprints an optimizer, a schedule and a reward of the user's that train a built-in model."""
     code = CodeFingerprint()
-    for name, value in update_functions(user).items():
+    for name, value in training_functions(user).items():
         if value is not None:
             code.add(value, name)
     code.describe_values()
     return make_record("", code.parts, [])
 
 
-def update_functions(user: UserCode) -> dict[str, Any]:
-    return {"optimizer": user.optimizer, "schedule": user.schedule}
+def training_functions(user: UserCode) -> dict[str, Any]:
+    """What a user brings beside a model: its code counts for built-in models, too."""
+    return {"optimizer": user.optimizer, "schedule": user.schedule, "reward": user.reward}
 
 
 def make_record(name: str, parts: CodeParts, structure: list[str]) -> CodeRecord:

@@ -24,7 +24,7 @@ def load_user_code(entry_points: Mapping[str, str]) -> UserCode:
         argument: text if argument == "reduction" else load_entry_point(argument, text)
         for argument, text in entry_points.items()
     }
-    for argument in ("loss", "collate"):
+    for argument in ("loss", "collate", "reward"):
         if isinstance(value := values.get(argument), type):
             values[argument] = call_without_arguments(value, argument)
     return UserCode(**values, entry_points=dict(entry_points))

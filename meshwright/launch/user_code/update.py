@@ -10,7 +10,7 @@ from meshwright.config import OptimizerConfig, RunConfig
 from meshwright.errors import ConfigError
 from meshwright.launch.environment import started_by_torchrun
 from meshwright.launch.ranks import cuda_started, run_ranks
-from meshwright.launch.user_code.code_record import build_update_record
+from meshwright.launch.user_code.code_record import build_update_record, training_functions
 from meshwright.launch.user_code.entry_points import describe_user_error
 from meshwright.launch.user_code.user_code import UserCode
 from meshwright.optim.check_user_optimizer import UserOptimizerFacts, examine_optimizer
@@ -36,7 +36,8 @@ def open_user_update(config: RunConfig, user: UserCode, layout: Layout) -> tuple
         config = replace(config, schedule=schedule)
     elif config.schedule.kind == CUSTOM:
         raise missing("schedule", config.schedule.function)
-    code = build_update_record(user) if user.optimizer is not None or user.schedule is not None else None
+    given = any(function is not None for function in training_functions(user).values())
+    code = build_update_record(user) if given else None
     return config, UserUpdate(user.optimizer, user.schedule, code)
 
 

@@ -39,6 +39,8 @@ class UserCode:
     """makes a torch.optim.Optimizer of parameter groups"""
     schedule: Callable[[int, int], float] | None = None
     """the learning rate of a step, as a multiple of optimizer.lr"""
+    reward: Callable[..., Any] | None = None
+    """the reward of a completion, in a run with rl.objective"""
     entry_points: Mapping[str, str] = field(default_factory=dict)
     """argument -> the MODULE:NAME that was typed for it on the command line"""
 

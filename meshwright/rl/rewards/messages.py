@@ -43,13 +43,7 @@ def receive_message(channel: socket.socket, limit: int, deadline: float = math.i
     """The next message; None if the other process has closed the channel. Raises InvalidMessage for other bytes, and
     TimeoutError at the deadline.
     """
-    header = receive_bytes(channel, LENGTH.size, deadline)
-    if header is None:
-        return None
-    (length,) = LENGTH.unpack(header)
-    if length > limit:
-        raise InvalidMessage(f"a message of {length:,} bytes, expected at most {limit:,}")
-    content = receive_bytes(channel, length, deadline)
+    content = receive_content(channel, limit, deadline)
     if content is None:
         return None
     try:
@@ -59,6 +53,17 @@ def receive_message(channel: socket.socket, limit: int, deadline: float = math.i
     if not isinstance(value, dict):
         raise InvalidMessage("a message that is not a record")
     return value
+
+
+def receive_content(channel: socket.socket, limit: int, deadline: float = math.inf) -> bytes | None:
+    """The bytes of the next message, which are not parsed."""
+    header = receive_bytes(channel, LENGTH.size, deadline)
+    if header is None:
+        return None
+    (length,) = LENGTH.unpack(header)
+    if length > limit:
+        raise InvalidMessage(f"a message of {length:,} bytes, expected at most {limit:,}")
+    return receive_bytes(channel, length, deadline)
 
 
 def receive_bytes(channel: socket.socket, count: int, deadline: float) -> bytes | None:

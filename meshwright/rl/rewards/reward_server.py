@@ -19,10 +19,12 @@ from typing import Any
 
 from meshwright.rl.rewards.child_process import ChildProcess, describe_status, fork_child, limit_memory
 from meshwright.rl.rewards.messages import (
+    LENGTH,
     MAX_REPLY_BYTES,
     MAX_REQUEST_BYTES,
     InvalidMessage,
     encode_message,
+    receive_content,
     receive_message,
     send_message,
 )
@@ -56,22 +58,25 @@ class RewardServer:
     def serve(self) -> None:
         """Answers until the generator closes the channel."""
         while (request := receive_message(self.channel, MAX_REQUEST_BYTES)) is not None:
+            group = receive_content(self.channel, MAX_REQUEST_BYTES)
+            if group is None:
+                break
             if (status := self.worker.wait()) is not None:
                 how = describe_status(status)
                 print(f"meshwright: the reward worker {how} between two groups", file=sys.stderr, flush=True)
                 self._replace()
-            reply = self.score(request)
+            reply = self.score(request, group)
             send_message(self.channel, encode_message(reply | {"id": request["id"]}, MAX_REPLY_BYTES))
             if "failure" in reply:  # its state is not known
                 self._replace()
         self.worker.kill(EXIT_SECONDS)
 
-    def score(self, request: Message) -> Message:
+    def score(self, request: Message, group: bytes) -> Message:
         """The rewards of a group, or why it has none. The group is given to one worker, once."""
         deadline = time.monotonic() + request["timeout"]
         self._set_progress(0)
         try:
-            send_message(self.worker.channel, encode_message(request, MAX_REQUEST_BYTES), deadline)
+            send_message(self.worker.channel, LENGTH.pack(len(group)) + group, deadline)
             reply = receive_message(self.worker.channel, MAX_REPLY_BYTES, deadline)
         except TimeoutError:
             return self._failed(f"the reward took longer than {request['timeout']:g} s (rl.reward_timeout)")
@@ -84,7 +89,7 @@ class RewardServer:
         if isinstance(failure := reply.get("failure"), str):
             return {"failure": failure}
         rewards = reply.get("rewards")
-        if reply.get("id") != request["id"] or not are_rewards(rewards, len(request["completions"])):
+        if reply.get("id") != request["id"] or not are_rewards(rewards, request["completions"]):
             return self._failed("the reward worker sent something that is not the rewards of this group")
         return {"rewards": rewards}
 

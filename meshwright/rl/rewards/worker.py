@@ -59,7 +59,7 @@ class RewardWorker:
     """
 
     def __init__(self, reward: RewardFunction, memory: int = 0) -> None:
-        takes_tokens(reward)  # raises ConfigError if it is not a reward function
+        self.with_tokens = takes_tokens(reward)
         self.reward, self.memory = reward, memory
         self.groups = 0
         self._server: ChildProcess | None = self._fork()
@@ -70,10 +70,11 @@ class RewardWorker:
         """The reward of every completion of a group, or why there is none. Returns within `timeout` and a second."""
         deadline = time.monotonic() + timeout + REPLY_SECONDS
         self.groups += 1
-        pairs = [(completion.text, [int(token) for token in completion.tokens]) for completion in completions]
-        request = {"id": self.groups, "item": dict(item), "completions": pairs, "timeout": timeout}
+        request = {"id": self.groups, "completions": len(completions), "timeout": timeout}
+        pairs = [(completion.text, self._tokens(completion)) for completion in completions]
+        group = {"id": self.groups, "item": dict(item), "completions": pairs}
         try:
-            content = encode_message(request, MAX_REQUEST_BYTES)
+            content = encode_message(request, MAX_REQUEST_BYTES) + encode_message(group, MAX_REQUEST_BYTES)
         except (InvalidMessage, TypeError, ValueError) as error:
             return RewardFailure(f"the group cannot be sent to the reward worker: {error}")
         if self._server is None or self._server.wait() is not None:
@@ -109,6 +110,10 @@ class RewardWorker:
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+    def _tokens(self, completion: Completion) -> list[int]:
+        """The token ids, if the function takes them."""
+        return [int(token) for token in completion.tokens] if self.with_tokens else []
 
     def _drop(self, server: ChildProcess) -> None:
         self._server = None
