@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import closing
+from contextlib import closing, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -262,7 +262,7 @@ def _train(
     def start(attempt: int, restart: int) -> RunningRanks:
         return start_ranks(job.as_attempt(attempt, restart, fork))
 
-    with closing(exporter), closing(pusher):
+    with closing(exporter), closing(pusher), closing(job.rollouts) if job.rollouts is not None else nullcontext():
         if rendezvous is not None:
             pusher.start()
             return make_result(folder, run_in_this_process(job, rendezvous, listen, fresh, fork), module)

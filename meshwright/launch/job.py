@@ -22,6 +22,7 @@ from meshwright.launch.host_memory import require_host_memory
 from meshwright.launch.initial_weights import open_initial_weights
 from meshwright.launch.ranks import Ranks, cuda_started, raise_if_spawning
 from meshwright.launch.rendezvous import RendezvousInfo, join_process_group, leave_process_group, torchrun_restart_count
+from meshwright.launch.rollouts import make_rollout_service, open_rollout_code, validate_rollouts
 from meshwright.launch.shared_weights import share_weights
 from meshwright.launch.user_code.entry_points import open_callbacks
 from meshwright.launch.user_code.make_custom_model import open_user_code
@@ -80,7 +81,11 @@ def make_job(
     require_compiler(config)
     reward = open_reward(config, user)
     # The config may come from another run; the identity of the run folder says which code is that of this run.
-    config, custom, sources = open_user_code(config, user, same_code=False)
+    if config.rl.enabled:
+        validate_rollouts(config, batch)
+        config, custom, sources = open_rollout_code(config, user)
+    else:
+        config, custom, sources = open_user_code(config, user, same_code=False)
     config, update = open_user_update(config, user, layout)
     if custom is None:
         validate_family(config)
@@ -98,7 +103,7 @@ def make_job(
         cluster=cluster,
         callbacks=run_callbacks(config, open_callbacks(user), custom is not None),
         update=update,
-        reward=reward,
+        rollouts=make_rollout_service(config, batch, folder, sources, custom, reward) if reward is not None else None,
         given=given,
     )
 
@@ -108,6 +113,8 @@ def start_ranks(job: Job, placement: HostPlacement | None = None) -> Ranks:
     may have changed since an earlier attempt.
     """
     raise_if_changed(job.sources)
+    if job.rollouts is not None:
+        job.rollouts.ensure_running()
     share_weights(job.custom.modules() if job.custom else [], spawned=cuda_started())
     ranks = placement.local_ranks if placement is not None else range(job.layout.ranks)
     logs = [job.folder.log(job.attempt, rank) for rank in ranks]

@@ -27,6 +27,8 @@ EVENT_KINDS = (
     "step",
     "counters",
     "experts",
+    "rollouts",
+    "rollout_problem",
     "eval",
     "checkpoint",
     "save_failed",

@@ -20,7 +20,7 @@ MERGED_TRACE = "trace.json.gz"
 FILES = ("run.toml", "identity.json", "plan.json", CERTIFICATE, *REPORTS, MERGED_TRACE)
 INITIAL = "initial"
 """The folder of the weights that a run starts from, if `checkpoint import` copied them."""
-FOLDERS = ("events", "attempts", "checkpoints", "trace", INITIAL)
+FOLDERS = ("events", "attempts", "checkpoints", "trace", INITIAL, "rollouts", "policies")
 """What a run folder contains."""
 KINDS: dict[Callable[[int], bool], str] = {
     stat.S_ISLNK: "a symbolic link",

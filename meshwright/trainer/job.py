@@ -12,6 +12,7 @@ from meshwright.config.device_defaults import is_resolved
 from meshwright.data.loader import MicroBatch
 from meshwright.data.source import Source
 from meshwright.optim.user_update import NO_USER_UPDATE, UserUpdate
+from meshwright.rl.service.service import RolloutService
 from meshwright.store.interface import Store
 from meshwright.store.memory.client import KeeperAddress
 from meshwright.store.memory.peer_store import PeerMemoryStore
@@ -80,8 +81,8 @@ class Job:
     """where its checkpoints are; None: in its folder. A replay reads those of another folder"""
     callbacks: tuple[Callback, ...] = ()
     update: UserUpdate = NO_USER_UPDATE
-    reward: Callable[..., Any] | None = None
-    """the reward of a completion in a run with rl.objective: the task's, or the user's"""
+    rollouts: RolloutService | None = None
+    """the rollout service of a run with rl.objective"""
     placement: HostPlacement | None = None
     """which ranks run on which host, in a job on several hosts"""
     given: RunConfig | None = None

@@ -45,6 +45,7 @@ from meshwright.trainer.records.start_record import rank_record, start_record
 from meshwright.trainer.records.step_counters import StepCounters, count_step, group_axes
 from meshwright.trainer.records.step_profiler import StepProfiler
 from meshwright.trainer.records.step_recorder import StepRecorder, finite_or_none
+from meshwright.trainer.reinforcement.rollouts import RolloutLoader, open_rollouts
 from meshwright.trainer.resume import ResumeState
 from meshwright.trainer.signals import SignalWatch
 from meshwright.trainer.step import Step, StepContext
@@ -110,6 +111,7 @@ class Training:
         self.parameters = self.parallel_model.master_parameters()
         self.saved, self.base = separate_frozen(self.parameters, self.config, job.layout, world)
         self.optimizer = self._build_optimizer()
+        self.rollouts = open_rollouts(job, world, self.lineage.run, self.precision.parameters, self.log)
         self.resume = self._build_resume_state()
         self.saver = self._build_saver()
         self.callbacks.run.on_keep = self.saver.keep_steps
@@ -122,8 +124,10 @@ class Training:
 
         source, coordinate = ConcatenatedSource(job.sources), self.step.context.data_coordinate
         samples = (job.custom.batch, job.custom.collate) if job.custom is not None else ()
-        loader = Loader(source, self.stream, job.batch, coordinate, self.config.data, job.block_sizes, *samples)
-        held_out = self.stream.held_out_samples(self.config.eval.samples)
+        loader: Loader | RolloutLoader = self.rollouts or Loader(
+            source, self.stream, job.batch, coordinate, self.config.data, job.block_sizes, *samples
+        )
+        held_out = self.stream.held_out_samples(0 if self.rollouts is not None else self.config.eval.samples)
         self.evaluation = Evaluation(source, held_out, job.batch, coordinate, *samples)
         with self.spans.span("warmup", job.first_step):
             head = verify_fused_head(self.parallel_model, world, loader.first, self.precision.autocast)
@@ -140,6 +144,9 @@ class Training:
             self.done = self.first_step = self._restore()
         if world.rank == 0:  # after every check, or a refused run would change the folder
             write_run_folder(job.folder, without_device_defaults(job.config, job.given or job.config), self.identity)
+        if self.rollouts is not None:
+            parameters = partial(collect_state, self.module, self.saved, {})
+            self.rollouts.begin(self.done, self.lineage, self.resume.manifest_facts(), parameters)
         self.batches = loader.steps(self.done, self.config.steps)
         job.observer.on_start(self)
         self.callbacks.begin(self.done, self.log)
@@ -185,9 +192,8 @@ class Training:
 
     def _build_resume_state(self) -> ResumeState:
         job, values, schedule = self.job, self.identity["identity"], self.job.update.schedule
-        return ResumeState(
-            self.config, job.batch, job.layout, self.stream, values, self.lineage, self.world, self.base, schedule
-        )
+        more = (self.world, self.base, schedule, self.rollouts)
+        return ResumeState(self.config, job.batch, job.layout, self.stream, values, self.lineage, *more)
 
     def _build_saver(self) -> CheckpointSaver:
         return CheckpointSaver(
@@ -237,7 +243,7 @@ class Training:
         self.optimizer.after_restore(restored is not None)
         if restored is None:
             require_folder(self.job.weights)
-            self._record_extension(0, self._steps_before())
+            self.resume.record_extension(self.log, 0, self._steps_before())
             return self.job.first_step
         manifest = restored.manifest
         self.parallel_model.round_masters()
@@ -253,25 +259,13 @@ class Training:
             **restored.source(),
         )
         if manifest.timeline == self.lineage.timeline:
-            self._record_extension(manifest.step, self.resume.steps_of(manifest))
+            self.resume.record_extension(self.log, manifest.step, self.resume.steps_of(manifest))
         return manifest.step
 
     def _steps_before(self) -> int:
         """Returns the run's number of steps before this attempt."""
         extensions = [e for e in self.identity["extensions"] if e["attempt"] == self.job.attempt]
         return int(extensions[0]["from"]) if extensions else self.config.steps
-
-    def _record_extension(self, step: int, steps_before: int) -> None:
-        """Records that the run now has more steps, and what this does to the learning rate of the next step."""
-        if steps_before != self.config.steps:
-            self.log.write(
-                "extended",
-                step=step,
-                steps_before=steps_before,
-                steps=self.config.steps,
-                lr_before=self.resume.learning_rate(step, steps_before),
-                lr=self.resume.learning_rate(step),
-            )
 
     def run_step(self) -> None:
         """Runs and records the next step."""
@@ -285,6 +279,7 @@ class Training:
             else:
                 outcome = self.step.run(self.done, lr, self.batches)
         outcome.counted, outcome.profiled = counters is not None, profiled
+        outcome.facts = self.rollouts.facts if self.rollouts is not None else {}
         self.recorder.add(outcome)
         if counters is not None:
             self.log.write("counters", step=self.done, **counters.to_json())
@@ -378,6 +373,8 @@ class Training:
         self.save_now()
         self.world.heartbeat.enter("end")
         self.saver.close()
+        if self.rollouts is not None:
+            self.rollouts.close()
         digest = digest_parallel_parameters(
             self.saved, self.job.layout, self.world, self.parallel_model.forward_is_collective
         )

@@ -16,11 +16,13 @@ from meshwright.errors import DataError, IdentityError
 from meshwright.optim.schedule import ScheduleFunction, learning_rate
 from meshwright.parallel.data_parallel.rank_agreement import ModelUse
 from meshwright.parallel.world import World
+from meshwright.telemetry.events import EventLog
 from meshwright.topology.axes import ALL_AXES
 from meshwright.topology.layout import Layout, stages_per_rank
 from meshwright.trainer.identity import code_fingerprint, describe_differences
 from meshwright.trainer.precision import Precision
 from meshwright.trainer.records.step_recorder import StepRecorder
+from meshwright.trainer.reinforcement.rollouts import RolloutLoader
 from meshwright.trainer.step import step_seed
 from meshwright.version import __version__
 
@@ -53,10 +55,12 @@ class ResumeState:
         world: World,
         base: dict[str, str],
         schedule: ScheduleFunction | None = None,
+        rollouts: RolloutLoader | None = None,
     ) -> None:
+        """`rollouts` has the cursor of a run of reinforcement learning, which takes the place of the stream's."""
         self.config, self.batch, self.layout, self.stream = config, batch, layout, stream
         self.identity, self.lineage, self.base = identity, lineage, base
-        self.schedule = schedule
+        self.schedule, self.rollouts = schedule, rollouts
         self.owner = f"data/{layout.data_coordinate(world.rank)}"
         self.made_by = {
             "meshwright": __version__,
@@ -104,6 +108,8 @@ class ResumeState:
             precision.scaler.restore(manifest.scaler)
         if len(manifest.rng) == self.layout.data_degree:
             recorder.noise.restore(owner_state["noise"])
+        if self.rollouts is not None:
+            self.rollouts.restored = manifest.data
 
     def validate(self, manifest: Manifest) -> None:
         """Raises an error, with both values, for a checkpoint of another run. A fork takes the tensors of an earlier
@@ -115,7 +121,7 @@ class ResumeState:
         self.validate_base(manifest)
         if differences := describe_differences(manifest.identity, self.identity):
             raise IdentityError(f"the checkpoint of step {step} belongs to another run: {differences}")
-        if manifest.data != self.stream_position(step):
+        if self.rollouts is None and manifest.data != self.stream_position(step):
             raise DataError(
                 f"the sample order changed: the checkpoint of step {step} continues at {manifest.data}, this run at "
                 f"{self.stream_position(step)}"
@@ -155,6 +161,8 @@ class ResumeState:
 
     def stream_position(self, done: int) -> dict[str, Any]:
         """Returns where in the stream a run continues after `done` steps, with the next sample ids as a check."""
+        if self.rollouts is not None:
+            return self.rollouts.position(done)
         position = done * self.batch.global_
         ids = [int(sample) for sample in self.stream.step(done)[:4]]
         return {"step": done, "position": position, "epoch": self.stream.epoch_at(position), "next": ids}
@@ -168,3 +176,15 @@ class ResumeState:
         config = self.config
         steps = config.steps if steps is None else steps
         return learning_rate(step, steps, config.optimizer.lr, config.schedule, self.schedule)
+
+    def record_extension(self, log: EventLog, step: int, steps_before: int) -> None:
+        """Records that the run now has more steps, and what this does to the learning rate of the next step."""
+        if steps_before != self.config.steps:
+            log.write(
+                "extended",
+                step=step,
+                steps_before=steps_before,
+                steps=self.config.steps,
+                lr_before=self.learning_rate(step, steps_before),
+                lr=self.learning_rate(step),
+            )

@@ -6,7 +6,7 @@ import hashlib
 import random
 import signal
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -32,8 +32,8 @@ from meshwright.telemetry.step_clock import StepClock
 from meshwright.topology.layout import Layout
 from meshwright.trainer.callbacks.callback import StopRequested
 from meshwright.trainer.expert_balancer import ExpertBalancer
-from meshwright.trainer.measures import find_measures
 from meshwright.trainer.precision import Precision
+from meshwright.trainer.records.measures import find_measures
 
 
 @dataclass
@@ -132,6 +132,8 @@ class StepOutcome:
     """the parts of the loss and the metrics as (sum, count) over all ranks, see `Measures`"""
     expert_loads: Tensor | None = None
     """tokens per expert over all ranks, see `ExpertBalancer.update_biases`"""
+    facts: dict[str, float] = field(default_factory=dict)
+    """what is known of the batch beside its tensors, for the metrics of the step; equal on all ranks"""
 
 
 class Step:

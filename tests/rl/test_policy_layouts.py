@@ -23,8 +23,8 @@ from meshwright.topology.unsupported import validate
 from meshwright.torch_private import clear_dtensor_cache
 from meshwright.trainer.build import build_parallel_model
 from meshwright.trainer.custom_model import CustomModel
-from meshwright.trainer.policy_model import policy_custom_model
 from meshwright.trainer.precision import Precision
+from meshwright.trainer.reinforcement.policy_model import policy_custom_model
 from meshwright.trainer.step import Step, StepContext
 
 VOCAB, SEQUENCE, ROWS = 26, 16, 8

@@ -20,9 +20,9 @@ from meshwright.telemetry.spans import SpanLog
 from meshwright.telemetry.step_clock import StepClock
 from meshwright.topology.collectives import wire_bytes
 from meshwright.trainer.expert_balancer import imbalance
-from meshwright.trainer.measures import find_measures
 from meshwright.trainer.numerics import NoiseScale, first_nonfinite
 from meshwright.trainer.precision import Precision
+from meshwright.trainer.records.measures import find_measures
 from meshwright.trainer.step import StepOutcome
 
 EXPOSED_SOURCES = {"cpu": "host waits", "cuda": "device events"}
@@ -118,8 +118,9 @@ class StepRecorder:
             self.metrics = self.objective.measured_values(
                 outcome.measured.tolist(), outcome.control.tokens, f"rank {self.world.rank} step {outcome.step}"
             )
-            if self.metrics:
-                extra["metrics"] = {name: finite_or_none(value) for name, value in self.metrics.items()}
+        self.metrics |= outcome.facts
+        if self.metrics:
+            extra["metrics"] = {name: finite_or_none(value) for name, value in self.metrics.items()}
         before, self.memory = self.memory, MemoryFigures.read(self.world.device, self.memory.peak)
         extra |= self.memory.events_since(before)
         if outcome.expert_loads is not None:

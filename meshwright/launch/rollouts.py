@@ -1,0 +1,113 @@
+"""Prepares a run of reinforcement learning: its prompts, its reward, a user's model, and the rollout service."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import partial
+
+import torch
+
+from meshwright.config import Batch, RunConfig
+from meshwright.data.sample_lookup import build_stream
+from meshwright.data.source import Source
+from meshwright.errors import ConfigError
+from meshwright.launch.environment import started_by_torchrun
+from meshwright.launch.initial_weights import with_init_from_folder
+from meshwright.launch.user_code.make_custom_model import (
+    UserRun,
+    custom_model_config,
+    make_custom_model,
+    open_dataset,
+    require_no_lora,
+)
+from meshwright.launch.user_code.user_code import UserCode
+from meshwright.models.init import build_empty
+from meshwright.models.registry import lora_spec
+from meshwright.parallel.infer_spec import describe_spec
+from meshwright.parallel.parallelize import require_spec
+from meshwright.parallel.world import device_type
+from meshwright.rl.generator.policy_model import FamilyPolicy, ModulePolicy, PolicyModel
+from meshwright.rl.rewards.reward_function import RewardFunction
+from meshwright.rl.service.service import RolloutService, private_address
+from meshwright.rl.service.setup import RolloutSetup
+from meshwright.rl.tasks.prompt_source import open_prompt_source
+from meshwright.telemetry.run_folder import RunFolder
+from meshwright.topology.layout import Layout
+from meshwright.trainer.custom_model import CustomModel
+from meshwright.trainer.precision import Precision
+from meshwright.trainer.reinforcement.policy_model import policy_custom_model
+
+
+def validate_rollouts(config: RunConfig, batch: Batch) -> None:
+    """Raises a ConfigError for settings that a run of reinforcement learning cannot have."""
+    rl = config.rl
+    if batch.global_ % rl.group_size:
+        below = batch.global_ - batch.global_ % rl.group_size
+        sizes = f"{below} or {below + rl.group_size}" if below else str(rl.group_size)
+        raise ConfigError(
+            f"batch.global = {batch.global_} rollouts are not whole groups of rl.group_size = {rl.group_size}",
+            f"expected a multiple, such as {sizes}",
+        )
+    if rl.completion_tokens >= config.data.sequence:
+        raise ConfigError(
+            f"rl.completion_tokens = {rl.completion_tokens} leaves no room for a prompt in data.sequence = "
+            f"{config.data.sequence}",
+            "expected fewer completion tokens, or a longer sequence",
+        )
+    if config.launch.hosts > 1 or started_by_torchrun():
+        raise ConfigError(
+            "reinforcement learning on several hosts or under torchrun is unsupported: the rollout service runs beside "
+            "the ranks of one host",
+            "try meshwright train on one host",
+        )
+
+
+def open_rollout_code(config: RunConfig, user: UserCode) -> UserRun:
+    """Opens the prompts of a run, and makes the user's model with the policy objective in place of its loss."""
+    require_no_lora(config, user)
+    if user.loss is not None or user.collate is not None:
+        raise ConfigError(
+            "loss or collate is given, and the loss of a run with rl.objective is that objective",
+            "try without them, or rl.objective = none",
+        )
+    dataset = open_dataset(config, user)
+    sources: list[Source] = [open_prompt_source(config, dataset)]
+    custom = make_custom_model(replace(user, source=None), dataset, config.seed)
+    if custom is None:
+        return UserRun(config, None, sources)
+    config = replace(config, custom_model=custom_model_config(custom, user))
+    custom = policy_custom_model(custom, config.rl)
+    custom = with_init_from_folder(config, custom).with_frozen_groups(config.optimizer)
+    require_spec(custom.module, custom.spec, Layout.from_config(config.layout))
+    custom.require_init()
+    custom = replace(custom, inferred=tuple(describe_spec(custom.spec, user.parallel_spec)))
+    return UserRun(config, custom, sources)
+
+
+def make_rollout_service(
+    config: RunConfig,
+    batch: Batch,
+    folder: RunFolder,
+    sources: Sequence[Source],
+    custom: CustomModel | None,
+    reward: RewardFunction,
+) -> RolloutService:
+    """The rollout service of a run; it starts with the first attempt."""
+    (prompts,) = sources
+    make_policy = partial(build_policy, config, custom)
+    stream = build_stream(config, sources)
+    return RolloutService(RolloutSetup(config, batch, folder, prompts, stream, reward, make_policy, private_address()))
+
+
+def build_policy(config: RunConfig, custom: CustomModel | None) -> PolicyModel:
+    """A policy on the device of a generator, whose weights are then those of a published version."""
+    device = torch.device(device_type(config.launch))
+    precision = Precision(config.precision, device)
+    if custom is None:
+        model = build_empty(config.model, precision.parameters, device, config.lora)
+        return FamilyPolicy(model, lora_spec(config.model, config.lora), precision.autocast)
+    module = copy.deepcopy(custom.module)
+    empty = module.to_empty(device=device) if custom.on_meta() else module.to(device)
+    return ModulePolicy(empty.to(precision.parameters), precision.autocast)

@@ -1,0 +1,109 @@
+"""A generator process: asks for a group, loads its policy, samples, scores, rewards, and sends the group."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from meshwright import faults
+from meshwright.errors import MeshwrightError
+from meshwright.framing import receive, send
+from meshwright.rl.generator.group import GroupPolicies, build_group
+from meshwright.rl.generator.policy_model import PolicyModel
+from meshwright.rl.generator.sampling import Completion, SamplingSettings
+from meshwright.rl.generator.scoring import MicroBatchShape
+from meshwright.rl.policies import PolicyStore, open_policy_store
+from meshwright.rl.rewards.worker import Completion as ScoredCompletion
+from meshwright.rl.rewards.worker import RewardFailure, RewardWorker
+from meshwright.rl.rollout import RolloutGroup
+from meshwright.rl.service.learner import connect
+from meshwright.rl.service.setup import RolloutSetup
+from meshwright.rl.version import PolicyVersion
+
+RETRY_SECONDS = 1.0
+"""The pause before a group is sent again that could not be written, or a policy is asked for again."""
+
+
+def run_generator(setup: RolloutSetup, name: str) -> None:
+    """Generates groups until the service ends."""
+    torch.set_num_threads(setup.config.launch.threads)
+    with RewardWorker(setup.reward) as worker:  # forked before this process opens a connection
+        generator = Generator(setup, name, worker)
+        with connect(setup.address) as connection:
+            send(connection, {"call": "hello", "generator": name})
+            while True:
+                send(connection, {"call": "assign"})
+                assignment, _ = receive(connection)
+                try:
+                    group = generator.generate(assignment)
+                except MeshwrightError as error:
+                    send(connection, {"call": "unavailable", "reason": str(error)})
+                    time.sleep(RETRY_SECONDS)
+                    continue
+                content = group.encode()
+                while True:
+                    send(connection, {"call": "group"}, content)
+                    if receive(connection)[0]["verdict"] != "retry":
+                        break
+                    time.sleep(RETRY_SECONDS)
+
+
+class Generator:
+    """The models of a generator, and the version of the policy that it has."""
+
+    def __init__(self, setup: RolloutSetup, name: str, worker: RewardWorker) -> None:
+        self.setup, self.name, self.worker = setup, name, worker
+        config = setup.config
+        self.policies = open_policy_store(setup.folder)
+        self.policy, self.version = setup.make_policy(), PolicyVersion(-1, -1)
+        self.reference: PolicyModel | None = None
+        self.shape = MicroBatchShape(setup.batch.micro, config.data.sequence)
+        end = setup.prompts.tokenizer.end
+        self.sampling = SamplingSettings(
+            config.rl.completion_tokens, config.rl.temperature, frozenset() if end is None else frozenset({end})
+        )
+
+    def generate(self, assignment: Mapping[str, Any]) -> RolloutGroup:
+        """Generates the group of an assignment with the policy of its version."""
+        config, group = self.setup.config, int(assignment["group"])
+        faults.fail_point("generator.assigned", group)
+        self.load(assignment)
+        prompt = self.setup.prompts[int(assignment["prompt_id"])]
+
+        def reward(completions: Sequence[Completion]) -> tuple[list[float], str]:
+            texts = [self.setup.prompts.tokenizer.decode(completion.tokens.tolist()) for completion in completions]
+            scored = [ScoredCompletion(text, c.tokens.tolist()) for text, c in zip(texts, completions, strict=True)]
+            result = self.worker.score(prompt.item, scored, config.rl.reward_timeout)
+            return ([], result.text) if isinstance(result, RewardFailure) else (result, "")
+
+        generated = build_group(
+            GroupPolicies(self.policy, self.reference),
+            group,
+            int(assignment["prompt_id"]),
+            self.version,
+            prompt.tokens,
+            config.rl.group_size,
+            self.sampling,
+            self.shape,
+            config.seed,
+            reward,
+            self.name,
+        )
+        faults.fail_point("generator.generated", group)
+        return generated
+
+    def load(self, assignment: Mapping[str, Any]) -> None:
+        """Loads the policy of an assignment, and the reference policy before the first one."""
+        policies = PolicyStore(self.policies, str(assignment["run"]))
+        if self.setup.config.rl.kl and self.reference is None:
+            reference = self.setup.make_policy()
+            policies.load(PolicyVersion.from_json(assignment["reference"]), reference)
+            self.reference = reference
+        version = PolicyVersion.from_json(assignment["version"])
+        if version != self.version:
+            self.version = PolicyVersion(-1, -1)  # until all weights are there
+            policies.load(version, self.policy, str(assignment["digest"]))
+            self.version = version

@@ -1,0 +1,283 @@
+"""The server of the rollout service: one thread that reads requests, appends groups, and answers in a fixed order.
+
+The learner (rank 0) and the generators connect to a Unix socket. A request for a batch or for an assignment waits here
+until the queue can answer it. The groups that arrive together are one append to the log, which is durable before any
+of their generators is told so.
+"""
+
+from __future__ import annotations
+
+import selectors
+import socket
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+from meshwright.errors import MeshwrightError
+from meshwright.framing import MessageAssembler, PeerEnded, send
+from meshwright.rl.log.interface import RolloutLog
+from meshwright.rl.log.open_log import open_rollout_log
+from meshwright.rl.queue.cursor import RolloutCursor
+from meshwright.rl.queue.rollout_queue import RolloutQueue
+from meshwright.rl.rollout import InvalidRollout, RolloutGroup
+from meshwright.rl.service.setup import RolloutSetup
+from meshwright.rl.version import PolicyVersion
+
+SEND_SECONDS = 10.0
+"""A client that does not read its answer for so long is disconnected."""
+REPORT_SECONDS = 0.5
+"""The interval at which a waiting learner learns that generators make progress."""
+MAX_PROBLEMS = 20
+
+
+@dataclass
+class Client:
+    """A connection."""
+
+    connection: socket.socket
+    assembler: MessageAssembler = field(default_factory=MessageAssembler)
+    generator: str = ""
+    """the name of a generator; empty for the learner"""
+    pending: dict[str, Any] | None = None
+    """the request that is not answered yet"""
+    since: float = 0.0
+    """when the pending request arrived, or when the group that it works on was assigned"""
+    idle_seconds: float = 0.0
+    """the time that a generator has waited for an assignment"""
+    connected: float = field(default_factory=time.monotonic)
+
+
+class RolloutServer:
+    """Serves one learner and any number of generators. `queue` exists once the learner has begun."""
+
+    def __init__(self, setup: RolloutSetup, watch: Callable[[RolloutServer], str] = lambda _server: "") -> None:
+        """`watch` is called in every turn of the loop; it returns why no generator can work, if that is so."""
+        self.setup, self.watch = setup, watch
+        self.selector = selectors.DefaultSelector()
+        self.listener = socket.socket(socket.AF_UNIX)
+        self.clients: dict[int, Client] = {}
+        self.queue: RolloutQueue | None = None
+        self.log: RolloutLog | None = None
+        self.run = ""
+        self.attempt = 0
+        self.digests: dict[PolicyVersion, str] = {}
+        """the digests of the published policies that may be assigned"""
+        self.progress = 0
+        """the number of messages of generators: a learner that waits while it grows does not hang"""
+        self.problems: list[str] = []
+        """what went wrong since the learner last asked, for its events"""
+        self.arrived: list[tuple[Client, RolloutGroup]] = []
+        self.useful: set[str] = set()
+        """the generators that are connected and have sent a group"""
+        self.last_report = 0.0
+        self.retired = {"idle": 0.0, "connected": 0.0}
+        """seconds of generators that have disconnected"""
+
+    def listen(self) -> None:
+        self.listener.bind(str(self.setup.address))
+        self.listener.listen(1024)
+        self.listener.setblocking(False)
+        self.selector.register(self.listener, selectors.EVENT_READ)
+
+    def turn(self, seconds: float = 0.1) -> None:
+        """Reads what has arrived, appends the groups, and answers what can be answered."""
+        for key, _ in self.selector.select(seconds):
+            if key.fileobj is self.listener:
+                self._accept()
+            else:
+                self._read(self.clients[key.fd])
+        self._append()
+        if self.queue is not None:
+            self._assign()
+        self._answer_learners(self.watch(self))
+
+    def _accept(self) -> None:
+        with suppress(BlockingIOError):
+            connection, _ = self.listener.accept()
+            connection.settimeout(SEND_SECONDS)
+            self.clients[connection.fileno()] = Client(connection)
+            self.selector.register(connection, selectors.EVENT_READ)
+
+    def _read(self, client: Client) -> None:
+        try:
+            for header, content in client.assembler.receive_available(client.connection):
+                self._handle(client, header, bytes(content))
+        except (OSError, KeyError, TypeError, ValueError) as error:
+            if not isinstance(error, PeerEnded):
+                self.report(f"{client.generator or 'the learner'} was disconnected: {error}")
+            self.disconnect(client)
+
+    def _handle(self, client: Client, header: dict[str, Any], content: bytes) -> None:
+        call = header["call"]
+        if call in ("hello", "assign", "group", "unavailable", "progress"):
+            self.progress += 1
+        if call == "hello":
+            client.generator = str(header["generator"])[:100]
+        elif call == "assign":
+            client.pending, client.since = header, time.monotonic()
+        elif call == "group":
+            client.pending = None
+            self._receive_group(client, content)
+        elif call == "unavailable":  # the generator could not load the policy: the group returns to the pool
+            self.report(f"{client.generator}: {str(header['reason'])[:1000]}")
+            if self.queue is not None:
+                self.queue.release(client.generator)
+        elif call == "begin":
+            self._begin(client, header)
+        elif call == "publish":
+            self._publish(client, header)
+        elif call == "batch":
+            self._require_attempt(client, header)
+            client.pending, client.since = header, time.monotonic()
+
+    def _receive_group(self, client: Client, content: bytes) -> None:
+        try:
+            group = RolloutGroup.decode(content)
+        except InvalidRollout as error:
+            self.report(f"{client.generator}: {error}")
+            send(client.connection, {"verdict": "invalid"})
+            return
+        if group.generator != client.generator:
+            raise ValueError(f"a group of {group.generator[:100]!r}")
+        self.arrived.append((client, group))
+        self.useful.add(client.generator)
+
+    def _append(self) -> None:
+        """Appends the groups that have arrived. On a full disk the generators keep theirs, and send them again."""
+        arrived, self.arrived = self.arrived, []
+        if not arrived:
+            return
+        if self.queue is None:
+            answers = [{"verdict": "not_permitted"} for _ in arrived]
+        else:
+            try:
+                receipts = self.queue.add([group for _, group in arrived])
+                answers = [{"verdict": receipt.verdict} for receipt in receipts]
+                for receipt, (client, _) in zip(receipts, arrived, strict=True):
+                    if receipt.reason:
+                        self.report(f"{client.generator}: group {receipt.group}: {receipt.reason}")
+            except (MeshwrightError, OSError) as error:
+                self.report(f"the rollout log cannot be written: {error}")
+                answers = [{"verdict": "retry"} for _ in arrived]
+        for (client, group), answer in zip(arrived, answers, strict=True):
+            if group.failure:
+                self.report(f"group {group.group} has no reward: {group.failure}")
+            self._send(client, answer)
+
+    def _assign(self) -> None:
+        assert self.queue is not None
+        waiting = [client for client in self.clients.values() if client.generator and client.pending is not None]
+        for client in sorted(waiting, key=lambda client: client.since):
+            assignment = self.queue.assign(client.generator)
+            if assignment is None:
+                return
+            now = time.monotonic()
+            client.idle_seconds += now - client.since
+            client.pending, client.since = None, now
+            answer = {"group": assignment.group, "prompt_id": assignment.prompt_id, "run": self.run}
+            answer |= {"version": assignment.version.to_json(), "digest": self.digests.get(assignment.version, "")}
+            self._send(client, answer | {"reference": self.queue.lineage.version(0).to_json()})
+
+    def _begin(self, client: Client, header: dict[str, Any]) -> None:
+        """A new attempt of the learner: it resumes from a cursor, or begins the run."""
+        attempt = int(header["attempt"])
+        if attempt < self.attempt:
+            raise ValueError(f"attempt {attempt} is older than attempt {self.attempt}")
+        try:
+            self.attempt = attempt
+            if self.log is None:
+                config = self.setup.config.rl
+                self.run = str(header["run"])
+                self.log = open_rollout_log(self.setup.folder, self.run, config.record_bytes)
+                for damage in self.log.cut:
+                    self.report(f"the rollout log was cut at {damage.position}: {damage.reason}")
+            if self.queue is None:
+                self.queue = RolloutQueue(self.setup.queue_settings(), self.log, self.setup.prompt_id)
+            cursor = RolloutCursor.from_json(header["cursor"]) if header["cursor"] is not None else None
+            self.queue.begin(cursor, attempt, int(header["step"]))
+        except MeshwrightError as error:
+            self._send(client, {"error": [error.message, error.hint]})
+            return
+        self._send(client, {"lineage": self.queue.lineage.to_json()})
+
+    def _publish(self, client: Client, header: dict[str, Any]) -> None:
+        self._require_attempt(client, header)
+        assert self.queue is not None
+        version = PolicyVersion.from_json(header["version"])
+        self.queue.publish(version)
+        self.digests[version] = str(header["digest"])
+        needed = self.queue.policies_needed()
+        self.digests = {version: digest for version, digest in self.digests.items() if version in needed}
+        self._send(client, {"needed": [version.to_json() for version in sorted(needed)]})
+
+    def _require_attempt(self, client: Client, header: dict[str, Any]) -> None:
+        if int(header["attempt"]) != self.attempt or self.queue is None or client.generator:
+            raise ValueError(f"a request of attempt {header['attempt']} in attempt {self.attempt}")
+
+    def _answer_learners(self, fatal: str) -> None:
+        now = time.monotonic()
+        due = now - self.last_report >= REPORT_SECONDS
+        for client in list(self.clients.values()):
+            if client.generator or client.pending is None or self.queue is None:
+                continue
+            try:
+                batch = self.queue.batch(int(client.pending["step"]))
+            except MeshwrightError as error:
+                client.pending = None
+                self._send(client, {"error": [error.message, error.hint]})
+                continue
+            if batch is not None:
+                client.pending = None
+                answer = batch.to_json() | {"cursor": batch.cursor.to_json(), "status": self.status()}
+                self._send(client, answer | {"problems": self.take_problems()})
+            elif fatal:
+                client.pending = None
+                self._send(client, {"error": [fatal, ""]})
+            elif due:
+                self._send(client, {"waiting": self.progress, "problems": self.take_problems()})
+        if due:
+            self.last_report = now
+
+    def status(self) -> dict[str, Any]:
+        """Depths and shares for metrics; the seconds are totals since the service started."""
+        assert self.queue is not None
+        now = time.monotonic()
+        generators = [client for client in self.clients.values() if client.generator]
+        idle = sum(c.idle_seconds + (now - c.since if c.pending is not None else 0.0) for c in generators)
+        connected = sum(now - client.connected for client in generators)
+        return self.queue.status() | {
+            "generators_connected": len(generators),
+            "generator_idle_seconds": round(idle + self.retired["idle"], 3),
+            "generator_seconds": round(connected + self.retired["connected"], 3),
+        }
+
+    def report(self, problem: str) -> None:
+        """Keeps a problem for the events of the learner, and prints it to the log of the service."""
+        print(problem, flush=True)
+        if len(self.problems) < MAX_PROBLEMS:
+            self.problems.append(problem)
+
+    def take_problems(self) -> list[str]:
+        taken, self.problems = self.problems, []
+        return taken
+
+    def _send(self, client: Client, header: dict[str, Any]) -> None:
+        try:
+            send(client.connection, header)
+        except OSError:
+            self.disconnect(client)
+
+    def disconnect(self, client: Client) -> None:
+        """Closes a connection. The groups that a generator was assigned return to the pool."""
+        if self.clients.pop(client.connection.fileno(), None) is None:
+            return
+        self.selector.unregister(client.connection)
+        client.connection.close()
+        if client.generator:
+            self.useful.discard(client.generator)
+            self.retired["idle"] += client.idle_seconds
+            self.retired["connected"] += time.monotonic() - client.connected
+            if self.queue is not None and not any(c.generator == client.generator for c in self.clients.values()):
+                self.queue.release(client.generator)

@@ -1,0 +1,195 @@
+"""The batches of a run of reinforcement learning: rollouts from the log, in the order that the rollout service decides.
+
+Rank 0 asks the service which groups a step trains on and tells the other ranks; every rank reads them from the log,
+verified, and takes its rows. The cursor that the service returns with a batch is committed with the weights that the
+batch leads to, in the manifest of one checkpoint.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict
+from typing import Any
+
+import numpy as np
+import torch
+
+from meshwright import faults
+from meshwright.checkpoint.listing import RunLineage
+from meshwright.checkpoint.state import CheckpointState
+from meshwright.config import IGNORE_INDEX
+from meshwright.data.loader import MicroBatch
+from meshwright.errors import CheckpointError
+from meshwright.parallel.world import World
+from meshwright.rl.log.interface import LogPosition
+from meshwright.rl.log.open_log import open_rollout_reader
+from meshwright.rl.policies import PolicyPublisher, open_policy_store
+from meshwright.rl.queue.cursor import RolloutCursor
+from meshwright.rl.rollout import RolloutGroup
+from meshwright.rl.rows import COLUMNS, PolicyRows, group_rows
+from meshwright.rl.service.learner import LearnerClient
+from meshwright.rl.version import PolicyLineage, PolicyVersion
+from meshwright.telemetry.events import EventLog
+from meshwright.trainer.job import Job
+
+CURSORS_OF_CHECKPOINTS = 2
+"""Cursors that are kept in addition to those of `checkpoint.keep` checkpoints: saves may be in flight."""
+
+
+def open_rollouts(job: Job, world: World, run: str, dtype: torch.dtype, log: EventLog) -> RolloutLoader | None:
+    """The batches of a run of reinforcement learning; None for a run that trains on samples."""
+    return RolloutLoader(job, world, run, dtype, log) if job.config.rl.enabled else None
+
+
+class RolloutLoader:
+    """The micro-batches of one rank. It has the methods of `data.loader.Loader` that a training loop uses."""
+
+    def __init__(self, job: Job, world: World, run: str, dtype: torch.dtype, log: EventLog) -> None:
+        assert job.rollouts is not None
+        self.job, self.world, self.run, self.log = job, world, run, log
+        self.config, self.batch, self.coordinate = job.config.rl, job.batch, job.layout.data_coordinate(world.rank)
+        self.dtype = np.float64 if dtype == torch.float64 else np.float32
+        self.client = self._connect() if world.rank == 0 else None
+        self.reader = open_rollout_reader(job.folder, run)
+        self.lineage = PolicyLineage.begin(job.attempt)
+        self.restored: dict[str, Any] | None = None
+        """the cursor of the checkpoint that this attempt resumes from"""
+        self.cursor: dict[str, Any] = {}
+        """the cursor after the newest step"""
+        self.facts: dict[str, float] = {}
+        """what is known of the newest batch beside its tensors, for the metrics of its step"""
+        self.publisher: PolicyPublisher | None = None
+        self.saved_policies: dict[int, set[PolicyVersion]] = {}
+        """the versions that the cursors of the newest checkpoints need, by step"""
+
+    def _connect(self) -> LearnerClient:
+        assert self.job.rollouts is not None
+        heartbeat = self.world.heartbeat
+        return LearnerClient(self.job.rollouts.address, self.job.attempt, heartbeat.beat, self._report)
+
+    def _report(self, problem: str) -> None:
+        self.log.write("rollout_problem", message=problem)
+
+    def begin(
+        self, done: int, lineage: RunLineage, facts: dict[str, Any], parameters: Callable[[], CheckpointState]
+    ) -> None:
+        """Begins the attempt after `done` steps, with the cursor of the checkpoint that was restored, and publishes
+        its policy. `facts` are the manifest fields of an attempt, `parameters` the tensors of a policy.
+        """
+        job, cursor = self.job, self.restored
+        more = (facts, parameters, job.layout, job.block_sizes, job.config.launch.hang_timeout)
+        self.publisher = PolicyPublisher(open_policy_store(job.folder), self.world, lineage, job.attempt, *more)
+        try:
+            parsed = RolloutCursor.from_json(cursor) if cursor is not None else None
+        except ValueError as error:
+            raise CheckpointError(f"the checkpoint of step {done} has no cursor of rollouts: {error}") from None
+        if self.client is not None:
+            self.lineage = self.client.begin(self.run, cursor, done)
+        record = self.world.broadcast_object(self.lineage.to_json(), "lineage of policies")
+        self.lineage = PolicyLineage.from_json(record)
+        initial = parsed or RolloutCursor.initial(self.job.attempt, self.config.policy == "fixed")
+        self.cursor = initial.to_json()
+        self.remember(done)
+        self.publish(done)
+
+    def publish(self, done: int) -> None:
+        """Publishes the policy after `done` steps, and removes those that nothing needs any more."""
+        assert self.publisher is not None
+        version = self.lineage.version(done)
+        faults.fail_point("policy.publish", done)
+        digest = self.publisher.publish(version)
+        if self.client is not None:
+            faults.fail_point("policy.published", done)
+            needed = set(self.client.publish(version, digest)).union(*self.saved_policies.values())
+            if self.config.kl:
+                needed.add(self.lineage.version(0))
+            self.publisher.policies.remove_except(needed | {version})
+
+    def remember(self, done: int) -> None:
+        """Keeps the policies that a checkpoint after `done` steps needs to generate the same groups again."""
+        self.saved_policies[done] = RolloutCursor.from_json(self.cursor).policies
+        while len(self.saved_policies) > self.job.config.checkpoint.keep + CURSORS_OF_CHECKPOINTS:
+            del self.saved_policies[min(self.saved_policies)]
+
+    def position(self, done: int) -> dict[str, Any]:
+        """The cursor after `done` steps, for the manifest of a checkpoint."""
+        assert self.cursor["step"] == done
+        self.remember(done)
+        return self.cursor
+
+    def first(self) -> MicroBatch:
+        """A micro-batch of the shapes of every one, whose tokens and labels are all 0."""
+        shape = self.batch.micro, self.job.config.data.sequence
+        labels = torch.zeros(shape, dtype=torch.int64)
+        values = torch.zeros((*shape, COLUMNS), dtype=torch.from_numpy(np.zeros(1, self.dtype)).dtype)
+        return MicroBatch((torch.zeros_like(labels), labels, values), labels.numel())
+
+    def steps(self, first: int, end: int) -> Iterator[list[MicroBatch]]:
+        """The micro-batches of each step in [first, end), once its rollouts are there."""
+        for step in range(first, end):
+            if step > first:
+                self.publish(step)
+            yield self._step(step)
+
+    def _step(self, step: int) -> list[MicroBatch]:
+        began = time.monotonic()
+        answer = self.client.batch(step) if self.client is not None else None
+        seconds = time.monotonic() - began
+        answer = self.world.broadcast_object(answer, "rollouts of the step")
+        self.cursor = answer["cursor"]
+        positions = [LogPosition.from_json(group["position"]) for group in answer["groups"]]
+        groups = [RolloutGroup.decode(self.reader.read(position)) for position in positions]
+        rows = group_rows(groups, self.config, self.job.config.data.sequence, self.dtype)
+        self._record(step, answer, rows, seconds)
+        return self._micro_batches(rows)
+
+    def _micro_batches(self, rows: PolicyRows) -> list[MicroBatch]:
+        batches = []
+        for start in range(
+            self.coordinate * self.batch.local, (self.coordinate + 1) * self.batch.local, self.batch.micro
+        ):
+            part = slice(start, start + self.batch.micro)
+            arrays = (rows.tokens[part], rows.labels[part], rows.values[part])
+            tensors = tuple(torch.from_numpy(np.ascontiguousarray(array)) for array in arrays)
+            batches.append(MicroBatch(tensors, int((rows.labels[part] != IGNORE_INDEX).sum())))
+        return batches
+
+    def _record(self, step: int, answer: dict[str, Any], rows: PolicyRows, seconds: float) -> None:
+        """Records which groups a step trains on and which it leaves out, and the state of the queue."""
+        groups, status = answer["groups"], answer["status"]
+        rewards = [reward for group in groups for reward in group["rewards"]]
+        staleness = [group["staleness"] for group in groups]
+        dropped = {cause: amount[0] for cause, amount in answer["cursor"]["counts"]["dropped"].items()}
+        self.facts = {
+            "reward": float(np.mean(rewards)),
+            "reward_std": float(np.std(rewards)),
+            "completion_tokens": rows.valid_targets / len(rows),
+            "staleness": float(np.mean(staleness)),
+            "mismatch": rows.mismatch.mean_difference,
+            "queue_depth": float(answer["cursor"]["counts"]["in_flight"][0]),
+            "rejected": float(sum(dropped.values())),
+        }
+        if self.world.rank == 0:
+            self.log.write(
+                "rollouts",
+                step=step,
+                groups=[[group["group"], group["version"], group["prompt_id"]] for group in groups],
+                rewards=[round(float(np.mean(group["rewards"])), 6) for group in groups],
+                dropped=[[group["group"], group["version"], group["cause"]] for group in answer["dropped"]],
+                staleness=max(staleness),
+                counts=answer["cursor"]["counts"],
+                log=answer["cursor"]["position"],
+                mismatch=asdict(rows.mismatch),
+                wait_seconds=round(seconds, 6),
+                generators=status["generators_connected"],
+                generator_idle_seconds=status["generator_idle_seconds"],
+                generator_seconds=status["generator_seconds"],
+            )
+
+    def close(self) -> None:
+        if self.client is not None:
+            self.client.close()
+        if self.publisher is not None:
+            self.publisher.close()
+        self.reader.close()
