@@ -54,7 +54,9 @@ def open_policy_store(folder: RunFolder) -> Store:
     """Where the policies of a run are: RUN/policies, in its folder or in its object store."""
     if url := folder.url:
         return ObjectStore(f"{url.rstrip('/')}/{POLICIES_FOLDER}")
-    return PosixStore(folder.root / POLICIES_FOLDER)
+    root = folder.root / POLICIES_FOLDER
+    root.mkdir(parents=True, exist_ok=True)
+    return PosixStore(root)
 
 
 class PolicyStore:
