@@ -114,7 +114,7 @@ def measure() -> dict[str, Any]:
         result["append"][group] = summarize(appends, APPENDS[group] * group)
         print(f"rollout_log, group of {group}: {json.dumps(result['append'][group])}", file=sys.stderr, flush=True)
     records = APPENDS[GROUPS[-1]] * GROUPS[-1]
-    for order in ("in_order", "at_random"):
+    for order in ("sequential", "random"):
         result["read"][order] = summarize({name: [row[name][order] for row in rounds] for name in WRITERS}, records)
     print(f"rollout_log, read: {json.dumps(result['read'])}", file=sys.stderr, flush=True)
     return result
@@ -143,10 +143,10 @@ def measure_round(group: int, number: int) -> dict[str, dict[str, float]]:
         for writer, opened in writers.items():
             start = time.perf_counter()
             count = opened.read_all()
-            seconds[writer]["in_order"] = time.perf_counter() - start
+            seconds[writer]["sequential"] = time.perf_counter() - start
             start = time.perf_counter()
             count += sum(len(opened.read(positions[writer][index])) == RECORD_BYTES for index in shuffled)
-            seconds[writer]["at_random"] = time.perf_counter() - start
+            seconds[writer]["random"] = time.perf_counter() - start
             opened.close()
             if count != 2 * len(shuffled) + 1:
                 raise RuntimeError(f"{writer}: {count} records were read, not {2 * len(shuffled) + 1}")
