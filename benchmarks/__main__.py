@@ -24,6 +24,7 @@ from benchmarks import (
     pipeline,
     readers,
     recovery,
+    rollout_log,
     sampler,
     sampling,
     scale,
@@ -73,6 +74,7 @@ BENCHMARKS = (
     "peer_memory",
     "traces",
     "object_store",
+    "rollout_log",
 )
 
 
@@ -130,6 +132,8 @@ def main() -> None:
         result["traces"] = traces.measure()
     if "object_store" in args.only:
         result["object_store"] = object_store.measure()
+    if "rollout_log" in args.only:
+        result["rollout_log"] = rollout_log.measure()
     result["targets"] = targets(result)
     result["machine"] |= {"load_at_end": round(os.getloadavg()[0], 2), "seconds": round(time.monotonic() - start, 1)}
     text = json.dumps(result, indent=1)
@@ -237,6 +241,15 @@ def targets(result: dict[str, Any]) -> list[dict[str, Any]]:
                 value = row[f"{quantity}_ratio"]["median"] if row else None
                 name = f"object store, {quantity} of a save / {object_store.DCP}, ranks {ranks}"
                 rows.append(target(name, value, bound, "<="))
+    if "rollout_log" in result:
+        bounds = {
+            rollout_log.PLAIN: rollout_log.MIN_RATIO_TO_PLAIN,
+            rollout_log.SQLITE: rollout_log.MIN_RATIO_TO_SQLITE,
+        }
+        for group, row in result["rollout_log"]["append"].items():
+            for peer, bound in bounds.items():
+                value = row["ratio_to"][peer]["median"]
+                rows.append(target(f"rollout log, appends of {group} records / {peer}", value, bound, ">="))
     return rows
 
 

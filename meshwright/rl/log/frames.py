@@ -44,7 +44,7 @@ class InvalidHeader(ValueError):
     """Bytes that are not the header of a segment or of a record."""
 
 
-def run_digest(run_id: str) -> bytes:
+def digest_run_id(run_id: str) -> bytes:
     return hashlib.sha256(run_id.encode()).digest()[:16]
 
 

@@ -19,7 +19,7 @@ from meshwright.rl.log.interface import DamagedRecord, LogPosition, LogRecord
 
 BLOCK_BYTES = 1 << 20
 """How much is read at once while a segment is scanned; a longer record is read alone."""
-RECORD_BYTES = 1 << 16
+RECORD_BYTES = 1 << 15
 """How much is read at once for one record."""
 WRITER_OFFSET = SEGMENT_HEADER.size - 24
 """Where the writer is in the header of a segment: what comes before is the same for every writer."""

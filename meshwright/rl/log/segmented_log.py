@@ -8,7 +8,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager
 
 from meshwright.errors import DataError
-from meshwright.rl.log.frames import RECORD_HEADER, SEGMENT_HEADER, InvalidHeader, run_digest
+from meshwright.rl.log.frames import RECORD_HEADER, SEGMENT_HEADER, InvalidHeader, digest_run_id
 from meshwright.rl.log.interface import START, DamagedRecord, LogPosition, LogRecord
 from meshwright.rl.log.segment import BLOCK_BYTES, RECORD_BYTES, Segment, TornTail
 
@@ -31,7 +31,7 @@ class SegmentedReader(ABC):
     """Whether the last segment may be the beginning of an append. An object is there whole or not at all."""
 
     def __init__(self, run_id: str) -> None:
-        self.run = run_digest(run_id)
+        self.run = digest_run_id(run_id)
 
     @abstractmethod
     def segments(self) -> Sequence[int]:

@@ -194,9 +194,9 @@ def test_log_of_another_run_is_refused_with_both_runs(tmp_path):
     for opened in (lambda: open_log(tmp_path, "run-b"), lambda: list(open_reader(tmp_path, "run-b").scan())):
         with pytest.raises(DataError) as refused:
             opened()
-        for text in ("00000001.log is the rollout log of another run", frames.run_digest(RUN).hex()):
+        for text in ("00000001.log is the rollout log of another run", frames.digest_run_id(RUN).hex()):
             assert text in str(refused.value)
-        assert frames.run_digest("run-b").hex() in str(refused.value)
+        assert frames.digest_run_id("run-b").hex() in str(refused.value)
     open_log(tmp_path).close()  # the lock of the refused writer is released
 
 

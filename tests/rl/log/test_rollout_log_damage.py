@@ -18,7 +18,7 @@ from rollout_logs import (
 )
 
 from meshwright.errors import DataError
-from meshwright.rl.log.frames import RECORD_MAGIC, SEGMENT_HEADER, run_digest
+from meshwright.rl.log.frames import RECORD_MAGIC, SEGMENT_HEADER, digest_run_id
 from meshwright.rl.log.interface import DamagedRecord, LogPosition
 from meshwright.rl.log.posix_log import encode_records
 
@@ -133,7 +133,7 @@ def test_record_of_another_run_is_named_as_such(tmp_path):
     content[start:stop] = segment_file(tmp_path / "other").read_bytes()[start:stop]
     segment_file(tmp_path / "own").write_bytes(content)
     log = open_log(tmp_path / "own")
-    reason = f"a record of another run: expected run {run_digest(RUN).hex()}, found {run_digest('run-b').hex()}"
+    reason = f"a record of another run: expected run {digest_run_id(RUN).hex()}, found {digest_run_id('run-b').hex()}"
     assert damage_of(log) == [DamagedRecord(positions[1], stop - start, reason)]
     assert payloads_of(log) == [PAYLOADS[0], *PAYLOADS[2:]]
     log.close()
@@ -170,7 +170,7 @@ def test_record_that_was_copied_to_the_end_is_not_a_second_record(tmp_path):
 
 def test_scan_does_not_take_the_content_of_a_damaged_record_for_records(tmp_path):
     """A payload may contain a record, even one that names this run and another place."""
-    inner = b"".join(encode_records(run_digest(RUN), LogPosition(1, SEGMENT_HEADER.size), [b"inner"])[0])
+    inner = b"".join(encode_records(digest_run_id(RUN), LogPosition(1, SEGMENT_HEADER.size), [b"inner"])[0])
     positions = write_log(tmp_path, [b"first", RECORD_MAGIC * 100 + inner, b"last"])
     path = segment_file(tmp_path)
     content = bytearray(path.read_bytes())
@@ -227,7 +227,7 @@ def test_lengths_are_checked_before_memory_is_allocated(tmp_path):
     write_log(tmp_path)
     path = segment_file(tmp_path)
     end = path.stat().st_size
-    (header, _), _, _ = encode_records(run_digest(RUN), LogPosition(1, end), [b"x" * (1 << 20)])
+    (header, _), _, _ = encode_records(digest_run_id(RUN), LogPosition(1, end), [b"x" * (1 << 20)])
     with path.open("ab") as file:
         file.write(header + b"short")
     read = []
