@@ -160,11 +160,10 @@ class RolloutQueue:
 
     def batch(self, step: int) -> StepBatch | None:
         """The groups of the next step; None while one of them is not generated yet. Every call returns the same."""
-        if step != self._step or self._lineage is None:
-            found = "no attempt has begun" if self._lineage is None else f"{self._step} steps are completed"
-            raise RolloutQueueError(
-                f"the learner asks for the batch of step {step}, and {found}", "expected the next step"
-            )
+        _ = self.lineage  # raises before the first attempt
+        if step != self._step:
+            message = f"the learner asks for the batch of step {step}, and {self._step} steps are completed"
+            raise RolloutQueueError(message, f"expected step {self._step}")
         if self._batch is None:
             self._batch = self._form_batch(step)
         return self._batch
