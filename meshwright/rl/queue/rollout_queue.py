@@ -318,7 +318,7 @@ class RolloutQueue:
 
     def _refuse(self, group: RolloutGroup) -> Receipt | None:
         number, version, generator = group.group, group.version, group.generator
-        if number >= self._window.end and not self._pool.is_assigned(generator, number):
+        if number >= self._window.end and not self._pool.is_assigned(generator, number, version):
             reason = f"group {number} is not permitted yet: expected a group before {self._window.end}"
             return Receipt(number, version, "not_permitted", None, reason)
         if reason := self._invalid(group):
@@ -326,7 +326,9 @@ class RolloutQueue:
         if version.timeline > self.lineage.timeline or (self.lineage.contains(version) and version.step > self._step):
             reason = f"group {number}: policy version {version} was never published"
             return Receipt(number, version, "invalid", None, reason)
-        if self._other_policy(number, version):
+        # of a consumed group, the version is not known any more: a wrong one would be used after a rollback
+        unknown = self.settings.policy == "fixed" and self._window.version(number) != version
+        if unknown and self.lineage.contains(version) and not self._pool.is_assigned(generator, number, version):
             reason = f"group {number}: expected policy version {self._window.version(number)}, found {version}"
             return Receipt(number, version, "not_permitted", None, reason)
         return None

@@ -11,7 +11,7 @@ from meshwright.rl.queue import RolloutQueue
 from meshwright.rl.queue.step_batch import GroupHeader
 from meshwright.rl.rollout import RolloutGroup
 
-SCHEDULES = 40
+SCHEDULES = 25
 
 
 @pytest.fixture(autouse=True)
@@ -28,8 +28,10 @@ def test_random_schedules_keep_every_rule(policy, staleness):
         simulation = Simulation(seed, policy, staleness)
         simulation.run()
         verdicts |= set(simulation.verdicts)
-    expected = {"accepted", "duplicate", "lost_timeline", "not_permitted", "invalid", "stale"}
-    assert verdicts == expected  # the schedules reach every judgement
+    expected = {"accepted", "duplicate", "lost_timeline", "not_permitted", "invalid"}
+    # the schedules reach every judgement; a version that would be stale is not permitted under `fixed`
+    assert verdicts | {"stale"} == expected | {"stale"}
+    assert policy == "fixed" or "stale" in verdicts
 
 
 @pytest.mark.parametrize("staleness", [0, 1, 3])
