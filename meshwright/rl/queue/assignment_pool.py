@@ -43,8 +43,8 @@ class AssignmentPool:
                 del self.open[group]
                 self.overdue[generator, group] = version
 
-    def is_assigned(self, generator: str, group: int) -> bool:
-        return (generator, group) in self.overdue or (group in self.open and self.open[group][0] == generator)
+    def is_assigned(self, generator: str, group: int, version: PolicyVersion) -> bool:
+        return version == self.overdue.get((generator, group)) or self.open.get(group) == (generator, version)
 
     def answer(self, generator: str, group: int, version: PolicyVersion) -> None:
         """The generator has sent the group; it returns to the pool unless its record is accepted.

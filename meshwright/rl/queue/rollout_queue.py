@@ -160,11 +160,10 @@ class RolloutQueue:
 
     def batch(self, step: int) -> StepBatch | None:
         """The groups of the next step; None while one of them is not generated yet. Every call returns the same."""
-        if step != self._step or self._lineage is None:
-            found = "no attempt has begun" if self._lineage is None else f"{self._step} steps are completed"
-            raise RolloutQueueError(
-                f"the learner asks for the batch of step {step}, and {found}", "expected the next step"
-            )
+        _ = self.lineage  # raises before the first attempt
+        if step != self._step:
+            message = f"the learner asks for the batch of step {step}, and {self._step} steps are completed"
+            raise RolloutQueueError(message, f"expected step {self._step}")
         if self._batch is None:
             self._batch = self._form_batch(step)
         return self._batch
@@ -319,7 +318,7 @@ class RolloutQueue:
 
     def _refuse(self, group: RolloutGroup) -> Receipt | None:
         number, version, generator = group.group, group.version, group.generator
-        if number >= self._window.end and not self._pool.is_assigned(generator, number):
+        if number >= self._window.end and not self._pool.is_assigned(generator, number, version):
             reason = f"group {number} is not permitted yet: expected a group before {self._window.end}"
             return Receipt(number, version, "not_permitted", None, reason)
         if reason := self._invalid(group):
@@ -327,7 +326,9 @@ class RolloutQueue:
         if version.timeline > self.lineage.timeline or (self.lineage.contains(version) and version.step > self._step):
             reason = f"group {number}: policy version {version} was never published"
             return Receipt(number, version, "invalid", None, reason)
-        if self._other_policy(number, version):
+        # of a consumed group, the version is not known any more: a wrong one would be used after a rollback
+        unknown = self.settings.policy == "fixed" and self._window.version(number) != version
+        if unknown and self.lineage.contains(version) and not self._pool.is_assigned(generator, number, version):
             reason = f"group {number}: expected policy version {self._window.version(number)}, found {version}"
             return Receipt(number, version, "not_permitted", None, reason)
         return None
