@@ -1,7 +1,7 @@
 """Prompts and a reward of your own: a model learns to answer a letter with the same letter, and to stop there.
 
-Train it with `PYTHONPATH=examples meshwright train examples/rl.toml --source rl_reward:PROMPTS --reward rl_reward:reward`
-and `--model.vocab 256 --rl.task echo`: the prompts are text, and without a tokenizer every byte is a token.
+`meshwright train examples/rl.toml` with `--source rl_reward:PROMPTS --reward rl_reward:reward --rl.task echo` and
+`--model.vocab 256` trains on it: the prompts are text, and without a tokenizer every byte is a token.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A user's reward: its checks before ranks start, its place in the identity of a run, the command line, the examples."""
+"""A reward of the user's: its checks, its place in the identity of a run, the command line, and the examples."""
 
 from __future__ import annotations
 
