@@ -97,3 +97,9 @@ def test_example_reward_scores_its_prompts():
     assert rewards == sorted(rewards, reverse=True)
     assert rewards[0] == 1.0
     assert replace(config).model.vocab >= source.tokenizer.vocab
+
+
+def test_item_that_is_not_plain_data_is_a_failure():
+    with RewardWorker(first) as worker:
+        assert "cannot be sent" in worker.score({"object": object()}, [Completion("a", [1])], 30).text
+        assert worker.score({}, [Completion("a", [1])], 30) == [1.0]
