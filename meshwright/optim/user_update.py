@@ -16,7 +16,7 @@ class UserUpdate:
     optimizer: OptimizerFactory | None = None
     schedule: ScheduleFunction | None = None
     code: dict[str, Any] | None = None
-    """the fingerprints of both, and of the reward, where the model is built-in; those of a custom model have them, too"""
+    """the fingerprints of both and of the reward, where the model is built-in; that of a custom model has them, too"""
 
 
 NO_USER_UPDATE = UserUpdate()

@@ -10,7 +10,7 @@ from meshwright.rl.tasks.answer_reward import answer_reward
 
 
 def open_reward(config: RunConfig, user: UserCode) -> RewardFunction | None:
-    """The reward function of the run; None without rl.objective. Raises a ConfigError if it is missing, or of no use."""
+    """The reward function of the run; None without rl.objective. Raises a ConfigError if it is missing or unused."""
     if not config.rl.enabled:
         if user.reward is not None:
             raise ConfigError(

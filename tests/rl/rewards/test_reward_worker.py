@@ -12,13 +12,12 @@ import subprocess
 import sys
 import threading
 import time
-from contextlib import contextmanager, suppress
 from fractions import Fraction
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from reward_processes import ends_soon, processes_below, worker_of
 
 from meshwright.errors import ConfigError
 from meshwright.rl.rewards.worker import Completion, RewardFailure, RewardWorker
@@ -27,50 +26,6 @@ ITEM = {"prompt": "say it", "answer": "yes"}
 GROUP = [Completion("yes", [1, 0]), Completion("no", [2, 0])]
 GRACE = 1.0
 """Seconds after its time limit within which a group is answered."""
-
-
-def processes_below(pid: int) -> set[int]:
-    """Every process that descends from a process, and has not ended."""
-    parents = {}
-    for path in Path("/proc").glob("[0-9]*/stat"):
-        with suppress(OSError, ValueError):
-            state, parent = path.read_text().rpartition(")")[2].split()[:2]
-            if state != "Z":
-                parents[int(path.parent.name)] = int(parent)
-    found, more = set(), {pid}
-    while more:
-        more = {child for child, parent in parents.items() if parent in more}
-        found |= more
-    return found
-
-
-def ends_soon(pids: set[int], seconds: float = 5.0) -> bool:
-    deadline = time.monotonic() + seconds
-    while alive := {pid for pid in pids if is_running(pid)}:
-        if time.monotonic() > deadline:
-            raise AssertionError(f"processes {alive} are still running")
-        time.sleep(0.01)
-    return True
-
-
-def is_running(pid: int) -> bool:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
-
-
-@contextmanager
-def worker_of(reward, **settings):
-    """A worker, all of whose processes end with it."""
-    before = processes_below(os.getpid())
-    with RewardWorker(reward, **settings) as worker:
-        yield worker
-        deadline = time.monotonic() + 10
-        while len(started := processes_below(os.getpid()) - before) < 2 and time.monotonic() < deadline:
-            time.sleep(0.01)  # the server may be about to fork a worker
-        assert len(started) >= 2
-    assert ends_soon(started)
 
 
 def exact(item, completion):
@@ -384,12 +339,6 @@ def test_large_groups_are_scored():
     completions = [Completion("x" * 5000, list(range(5000))) for _ in range(200)]
     with worker_of(lambda item, completion, tokens: len(completion) + len(tokens)) as worker:
         assert worker.score(ITEM, completions, 60) == [10_000.0] * 200
-
-
-def test_item_that_is_not_plain_data_is_a_failure():
-    with worker_of(exact) as worker:
-        assert "cannot be sent" in worker.score({"object": object()}, GROUP, 30).text
-        assert worker.score(ITEM, GROUP, 30) == [1.0, 0.0]
 
 
 def test_sockets_of_the_generator_are_not_kept_open():
