@@ -99,7 +99,7 @@ def test_loss_gradient_and_metrics_equal_a_plain_computation(name):
     logits.requires_grad_()
     total, measured = logits_loss(logits, torch.from_numpy(rows.values), torch.from_numpy(rows.labels), config)
     total.backward()
-    assert float(total) == pytest.approx(expected, rel=1e-12)
+    assert float(total.detach()) == pytest.approx(expected, rel=1e-12)
     torch.testing.assert_close(logits.grad, torch.from_numpy(gradient), rtol=1e-11, atol=1e-14)
     found = {name: float(value / count) for name, (value, count) in measured.items()}
     assert found == pytest.approx(metrics, rel=1e-12)
@@ -215,7 +215,7 @@ def test_rows_name_the_rollout_that_cannot_be_trained():
     without = replace(second, reference_logprobs=np.zeros(0))
     with pytest.raises(DataError, match=r"rollout 0\.1@1\.0 has no log-probabilities of the reference policy"):
         group_rows([replace(group, rollouts=(first, without))], GRPO, SEQUENCE)
-    with pytest.raises(DataError, match="group 0 of policy 1.0 has no rewards: a reward is not finite"):
+    with pytest.raises(DataError, match=r"group 0 of policy 1\.0 has no rewards: a reward is not finite"):
         group_rows([replace(group, rollouts=(first, replace(second, reward=math.nan)))], GRPO, SEQUENCE)
     with pytest.raises(DataError, match=rf"rollout 0\.0@1\.0 has {len(group.prompt)} prompt tokens"):
         group_rows([group], GRPO, len(group.prompt))
