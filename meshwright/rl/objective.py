@@ -30,12 +30,6 @@ Measured = dict[str, tuple[Tensor, Tensor]]
 """What is measured beside the loss: name -> (sum over valid tokens, number of valid tokens)."""
 
 
-def measured_names(config: RLConfig) -> tuple[str, ...]:
-    """The names of what the objective measures at every step."""
-    clipped = ("clip_share",) if config.objective == "grpo" else ()
-    return ("entropy", "ratio", "approx_kl", *clipped, *(("kl",) if config.kl else ()))
-
-
 def policy_loss(logprobs: Tensor, values: Tensor, labels: Tensor, config: RLConfig) -> tuple[Tensor, Measured]:
     """Returns the sum of the loss over the tokens whose label counts, and what is measured, all but the entropy.
 
@@ -65,7 +59,7 @@ def policy_loss(logprobs: Tensor, values: Tensor, labels: Tensor, config: RLConf
             "kl": divergence,
         }
         count = valid.sum()
-        kept = [name for name in measured_names(config) if name in per_token]
+        kept = [name for name in config.measured_names if name in per_token]
         measured = {name: (torch.where(valid, per_token[name], 0.0).sum(), count) for name in kept}
     return (weight * losses).sum(), measured
 
@@ -107,7 +101,7 @@ class PolicyLoss(nn.Module):
     def __init__(self, config: RLConfig) -> None:
         super().__init__()
         self.config = config
-        self.measured_names = measured_names(config)
+        self.measured_names = config.measured_names
         self.measured: Measured = {}
         """of the last micro-batch"""
 

@@ -12,7 +12,7 @@ from meshwright.config.rl import RLConfig
 from meshwright.errors import ConfigError
 from meshwright.models.layers.decoder import LanguageModel
 from meshwright.models.layers.loss import HeadLoss, valid_tokens
-from meshwright.rl.objective import Measured, label_logprobs, logits_loss, measured_names, require_values
+from meshwright.rl.objective import Measured, label_logprobs, logits_loss, require_values
 from meshwright.torch_private import is_fake
 
 
@@ -84,6 +84,6 @@ def use_policy_objective(model: nn.Module, config: RLConfig) -> None:
             f"rl.objective needs a language model, and {type(model).__name__} has no head that it knows",
             "expected a built-in model, or the loss PolicyLoss on the logits of another one",
         )
-    measures = PolicyMeasures(measured_names(config))
+    measures = PolicyMeasures(config.measured_names)
     model.head = PolicyHead(model.head, config, measures)
     model.measures = measures

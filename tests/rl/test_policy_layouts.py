@@ -16,6 +16,7 @@ from meshwright.models.init import build_model
 from meshwright.optim.build import build_optimizer
 from meshwright.parallel.local_shard import full_tensor
 from meshwright.parallel.parallel_spec import ParallelSpec
+from meshwright.planner.exact.comm_volume import CollectiveVolume, comm_volume
 from meshwright.rl.policy_head import PolicyHead, use_policy_objective
 from meshwright.telemetry.step_clock import StepClock
 from meshwright.testing import run_ranks
@@ -25,6 +26,7 @@ from meshwright.trainer.build import build_parallel_model
 from meshwright.trainer.custom_model import CustomModel
 from meshwright.trainer.policy_model import policy_custom_model
 from meshwright.trainer.precision import Precision
+from meshwright.trainer.records.step_counters import count_step
 from meshwright.trainer.step import Step, StepContext
 
 VOCAB, SEQUENCE, ROWS = 26, 16, 8
@@ -204,6 +206,36 @@ def test_step_divides_the_plain_sum_by_the_tokens_of_the_global_batch(name, alon
     loss, values, _ = alone[name]
     assert loss == pytest.approx(total / rows.valid_targets, rel=1e-10)
     assert values == pytest.approx(metrics, rel=1e-10)
+
+
+def count_policy_step(world, configs):
+    """For every config: what this rank communicates in its third step, and the metrics of that step."""
+    results = []
+    for config in configs:
+        clear_dtensor_cache()
+        layout, batch = validate(config)
+        step = build_policy_step(world, config, None)
+        rows = random_rows(config.rl, ROWS, SEQUENCE, VOCAB)
+        batches = micro_batches(rows, batch.micro, layout.data_coordinate(world.rank), batch.replicas)
+        step.warmup_backward(lambda batches=batches: batches[0])
+        for number in range(2):
+            step.run(number, 0.01, iter([batches]))
+        with count_step(step.parallel_model, step.optimizer) as counters:
+            outcome = step.run(2, 0.01, iter([batches]), counters.enter)
+        volumes = [CollectiveVolume(r.axis, r.collective, r.message_bytes, r.wire_bytes) for r in counters.rows()]
+        results.append((volumes, outcome.measured.tolist()))
+    return results
+
+
+def test_communication_is_predicted_exactly_and_metrics_need_no_collective_of_their_own():
+    configs = [policy_config(*TWO_RANKS[layout]) for layout in ("DDP", "tensor", "FSDP2")]
+    by_rank = run_ranks(count_policy_step, 2, configs)
+    for index, config in enumerate(configs):
+        layout, batch = validate(config)
+        for rank in range(2):
+            volumes, measured = by_rank[rank][index]
+            assert sorted(volumes) == sorted(comm_volume(config, layout, batch, rank))
+            assert len(measured) == 2 * len(config.rl.measured_names)
 
 
 def test_policy_head_keeps_names_order_and_tied_weights():
