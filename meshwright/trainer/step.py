@@ -32,8 +32,8 @@ from meshwright.telemetry.step_clock import StepClock
 from meshwright.topology.layout import Layout
 from meshwright.trainer.callbacks.callback import StopRequested
 from meshwright.trainer.expert_balancer import ExpertBalancer
-from meshwright.trainer.measures import find_measures
 from meshwright.trainer.precision import Precision
+from meshwright.trainer.records.measures import find_measures
 
 
 @dataclass

@@ -8,7 +8,7 @@ import pytest
 import torch
 from policy_rollouts import micro_batches, random_groups, random_rows
 from small_run import load_cpu_config
-from test_objective import plain_objective
+from test_policy_objective import plain_objective
 from torch import nn
 
 from meshwright.config.device_defaults import with_device_defaults
@@ -24,7 +24,7 @@ from meshwright.topology.unsupported import validate
 from meshwright.torch_private import clear_dtensor_cache
 from meshwright.trainer.build import build_parallel_model
 from meshwright.trainer.custom_model import CustomModel
-from meshwright.trainer.policy_model import policy_custom_model
+from meshwright.trainer.policy.policy_model import policy_custom_model
 from meshwright.trainer.precision import Precision
 from meshwright.trainer.records.step_counters import count_step
 from meshwright.trainer.step import Step, StepContext

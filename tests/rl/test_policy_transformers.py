@@ -7,8 +7,8 @@ import torch
 from huggingface_models import SIZES as MODEL_SIZES
 from policy_rollouts import micro_batches, random_groups, random_rows
 from small_run import load_cpu_config
-from test_objective import plain_objective
 from test_policy_layouts import ROWS, SEQUENCE, VOCAB, build_policy_step
+from test_policy_objective import plain_objective
 
 from meshwright.parallel.infer_spec import infer_parallel_spec
 from meshwright.parallel.local_shard import full_tensor
@@ -17,7 +17,7 @@ from meshwright.testing import run_ranks
 from meshwright.topology.unsupported import validate
 from meshwright.torch_private import clear_dtensor_cache
 from meshwright.trainer.custom_model import CustomModel
-from meshwright.trainer.policy_model import policy_custom_model
+from meshwright.trainer.policy.policy_model import policy_custom_model
 
 transformers = pytest.importorskip("transformers")
 

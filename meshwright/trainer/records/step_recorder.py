@@ -20,9 +20,9 @@ from meshwright.telemetry.spans import SpanLog
 from meshwright.telemetry.step_clock import StepClock
 from meshwright.topology.collectives import wire_bytes
 from meshwright.trainer.expert_balancer import imbalance
-from meshwright.trainer.measures import find_measures
 from meshwright.trainer.numerics import NoiseScale, first_nonfinite
 from meshwright.trainer.precision import Precision
+from meshwright.trainer.records.measures import find_measures
 from meshwright.trainer.step import StepOutcome
 
 EXPOSED_SOURCES = {"cpu": "host waits", "cuda": "device events"}

@@ -1,0 +1,1 @@
+"""Models under the objective of reinforcement learning."""
