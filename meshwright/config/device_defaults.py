@@ -32,7 +32,8 @@ def with_device_defaults(config: RunConfig, device: DeviceType, own_model: bool 
         splits_backward = layout.pipeline > 1 and config.pipeline.schedule in SPLIT_BACKWARD_SCHEDULES
         replaces_attention = own_model and layout.context > 1
         compile_ = replace(compile_, enabled=on_cuda and not splits_backward and not replaces_attention)
-    kernels = replace(kernels, loss=kernels.loss or ("fused" if on_cuda else "torch"))
+    fuses = on_cuda and not config.rl.enabled  # a policy objective needs the log-probability of every token
+    kernels = replace(kernels, loss=kernels.loss or ("fused" if fuses else "torch"))
     return replace(config, precision=precision, compile=compile_, kernels=kernels)
 
 

@@ -74,3 +74,11 @@ class RLConfig:
     @property
     def enabled(self) -> bool:
         return self.objective != "none"
+
+    @property
+    def measured_names(self) -> tuple[str, ...]:
+        """The names of what the objective measures at every step beside the loss."""
+        if not self.enabled:
+            return ()
+        clipped = ("clip_share",) if self.objective == "grpo" else ()
+        return ("entropy", "ratio", "approx_kl", *clipped, *(("kl",) if self.kl else ()))

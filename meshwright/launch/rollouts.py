@@ -37,7 +37,7 @@ from meshwright.telemetry.run_folder import RunFolder
 from meshwright.topology.layout import Layout
 from meshwright.trainer.custom_model import CustomModel
 from meshwright.trainer.precision import Precision
-from meshwright.trainer.reinforcement.policy_model import policy_custom_model
+from meshwright.trainer.policy.policy_model import policy_custom_model
 
 
 def validate_rollouts(config: RunConfig, batch: Batch) -> None:

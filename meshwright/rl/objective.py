@@ -30,12 +30,6 @@ Measured = dict[str, tuple[Tensor, Tensor]]
 """What is measured beside the loss: name -> (sum over valid tokens, number of valid tokens)."""
 
 
-def measured_names(config: RLConfig) -> tuple[str, ...]:
-    """The names of what the objective measures at every step."""
-    clipped = ("clip_share",) if config.objective == "grpo" else ()
-    return ("entropy", "ratio", "approx_kl", *clipped, *(("kl",) if config.kl else ()))
-
-
 def policy_loss(logprobs: Tensor, values: Tensor, labels: Tensor, config: RLConfig) -> tuple[Tensor, Measured]:
     """Returns the sum of the loss over the tokens whose label counts, and what is measured, all but the entropy.
 
@@ -65,7 +59,7 @@ def policy_loss(logprobs: Tensor, values: Tensor, labels: Tensor, config: RLConf
             "kl": divergence,
         }
         count = valid.sum()
-        kept = [name for name in measured_names(config) if name in per_token]
+        kept = [name for name in config.measured_names if name in per_token]
         measured = {name: (torch.where(valid, per_token[name], 0.0).sum(), count) for name in kept}
     return (weight * losses).sum(), measured
 
@@ -81,10 +75,7 @@ def logits_loss(logits: Tensor, values: Tensor, labels: Tensor, config: RLConfig
     """The policy loss of logits, which may be sharded over the vocabulary, and all that is measured."""
     if isinstance(logits, DTensor) and not is_vocabulary_shard(logits):
         logits = logits.full_tensor()
-    logprobs = token_logprobs(logits, labels, config.temperature)
-    if isinstance(logprobs, DTensor):
-        logprobs = logprobs.to_local()  # every tensor-parallel rank has all of them
-    total, measured = policy_loss(logprobs, values, labels, config)
+    total, measured = policy_loss(label_logprobs(logits, labels, config), values, labels, config)
     if not is_fake(total):  # a trace of shapes communicates nothing
         valid = labels != IGNORE_INDEX
         entropy = torch.where(valid, token_entropy(logits, config.temperature), 0.0)
@@ -92,9 +83,16 @@ def logits_loss(logits: Tensor, values: Tensor, labels: Tensor, config: RLConfig
     return total, measured
 
 
+def label_logprobs(logits: Tensor, labels: Tensor, config: RLConfig) -> Tensor:
+    """The log-probabilities of the labels as a plain tensor, also of logits that are sharded over the vocabulary."""
+    logprobs = token_logprobs(logits, labels, config.temperature)
+    return logprobs.to_local() if isinstance(logprobs, DTensor) else logprobs
+
+
 class PolicyLoss(nn.Module):
     """The objective as the loss of a user's model: of (outputs, batch), where the outputs are logits, or have them as
-    `logits`, and the batch has `labels` and `values`.
+    `logits`, and the batch has `labels` and `values`. In eval mode it is the negative log-likelihood of the labels: the
+    objective is near zero on the policy that generated the rollouts, so that no comparison can be relative to it.
     """
 
     exact_entries = ("values",)
@@ -103,19 +101,22 @@ class PolicyLoss(nn.Module):
     def __init__(self, config: RLConfig) -> None:
         super().__init__()
         self.config = config
-        self.measured_names = measured_names(config)
+        self.measured_names = config.measured_names
         self.measured: Measured = {}
         """of the last micro-batch"""
 
     def forward(self, outputs: Any, batch: Mapping[str, Tensor]) -> Tensor:
-        labels, values = batch["labels"], batch["values"]
-        total, self.measured = logits_loss(find_logits(outputs, labels), values, labels, self.config)
+        labels = batch["labels"]
+        logits = find_logits(outputs, labels)
+        if not self.training:
+            return -label_logprobs(logits, labels, self.config).sum()
+        total, self.measured = logits_loss(logits, require_values(batch.get("values"), labels), labels, self.config)
         return total
 
-    def take_measured(self) -> list[Tensor]:
-        """The sums and counts of the last micro-batch, in the order of `measured_names`."""
+    def take_measured(self) -> list[Any]:
+        """The sums and counts of the last micro-batch, in the order of `measured_names`; zeros in eval mode."""
         measured, self.measured = self.measured, {}
-        return [value for name in self.measured_names for value in measured[name]]
+        return [value for name in self.measured_names for value in measured.get(name, (0.0, 0.0))]
 
 
 def find_logits(outputs: Any, labels: Tensor) -> Tensor:

@@ -12,8 +12,7 @@ from meshwright.config.rl import RLConfig
 from meshwright.errors import ConfigError
 from meshwright.models.layers.decoder import LanguageModel
 from meshwright.models.layers.loss import HeadLoss, valid_tokens
-from meshwright.rl.logprobs import token_logprobs
-from meshwright.rl.objective import Measured, logits_loss, measured_names, require_values
+from meshwright.rl.objective import Measured, label_logprobs, logits_loss, require_values
 from meshwright.torch_private import is_fake
 
 
@@ -50,7 +49,9 @@ class PolicyMeasures:
 
 
 class PolicyHead(HeadLoss):
-    """The output projection and the policy objective. It has the parameters of the head that it replaces."""
+    """The output projection and the policy objective. It has the parameters of the head that it replaces. In eval mode
+    the loss is the negative log-likelihood of the labels, which needs no values.
+    """
 
     fusable = False  # the ratio of a token needs its log-probability before the loss is summed
 
@@ -61,8 +62,8 @@ class PolicyHead(HeadLoss):
         self.train(head.training)
 
     def forward(self, hidden: Tensor, labels: Tensor, values: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        if values is None and not self.training:
-            return super().forward(hidden, labels)  # an evaluation on samples: the cross-entropy loss
+        if not self.training:
+            return -self.logprobs(hidden, labels).sum(), valid_tokens(labels)
         values = require_values(values, labels)
         total, measured = logits_loss(self.logits(hidden), values, labels, self.config)
         if not is_fake(total):
@@ -71,7 +72,7 @@ class PolicyHead(HeadLoss):
 
     def logprobs(self, hidden: Tensor, labels: Tensor) -> Tensor:
         """The log-probability of every label, as the objective computes it; 0 where a label does not count."""
-        return token_logprobs(self.logits(hidden), labels, self.config.temperature)
+        return label_logprobs(self.logits(hidden), labels, self.config)
 
 
 def use_policy_objective(model: nn.Module, config: RLConfig) -> None:
@@ -83,6 +84,6 @@ def use_policy_objective(model: nn.Module, config: RLConfig) -> None:
             f"rl.objective needs a language model, and {type(model).__name__} has no head that it knows",
             "expected a built-in model, or the loss PolicyLoss on the logits of another one",
         )
-    measures = PolicyMeasures(measured_names(config))
+    measures = PolicyMeasures(config.measured_names)
     model.head = PolicyHead(model.head, config, measures)
     model.measures = measures

@@ -108,7 +108,8 @@ def group_rows(
 
 def require_rewards(group: RolloutGroup) -> None:
     if group.failed:
+        why = group.failure or "a reward is not finite"
         raise DataError(
-            f"group {group.group} of policy {group.version} has no rewards: {group.failure or 'a reward is not finite'}",
+            f"group {group.group} of policy {group.version} has no rewards: {why}",
             "expected groups that the queue has not left out",
         )

@@ -88,6 +88,14 @@ UNUSED_SETTINGS = (
         lambda config, _layout: "" if config.model.experts else "model.experts = 0",
     ),
     UnusedSettings(
+        ("kernels.loss",),
+        lambda config, _layout: (
+            f"rl.objective = {config.rl.objective} needs the logits of every token"
+            if config.rl.enabled and config.kernels.loss == "fused"
+            else ""
+        ),
+    ),
+    UnusedSettings(
         ("precision.loss_scale", "precision.scale_interval"),
         lambda config, _layout: "" if config.precision.compute == "fp16" else "precision.compute is not fp16",
     ),

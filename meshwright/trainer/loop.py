@@ -45,7 +45,7 @@ from meshwright.trainer.records.start_record import rank_record, start_record
 from meshwright.trainer.records.step_counters import StepCounters, count_step, group_axes
 from meshwright.trainer.records.step_profiler import StepProfiler
 from meshwright.trainer.records.step_recorder import StepRecorder, finite_or_none
-from meshwright.trainer.reinforcement.rollouts import RolloutLoader, open_rollouts
+from meshwright.trainer.policy.rollouts import RolloutLoader, open_rollouts
 from meshwright.trainer.resume import ResumeState
 from meshwright.trainer.signals import SignalWatch
 from meshwright.trainer.step import Step, StepContext

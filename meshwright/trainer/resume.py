@@ -22,7 +22,7 @@ from meshwright.topology.layout import Layout, stages_per_rank
 from meshwright.trainer.identity import code_fingerprint, describe_differences
 from meshwright.trainer.precision import Precision
 from meshwright.trainer.records.step_recorder import StepRecorder
-from meshwright.trainer.reinforcement.rollouts import RolloutLoader
+from meshwright.trainer.policy.rollouts import RolloutLoader
 from meshwright.trainer.step import step_seed
 from meshwright.version import __version__
 

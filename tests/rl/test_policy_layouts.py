@@ -8,7 +8,7 @@ import pytest
 import torch
 from policy_rollouts import micro_batches, random_groups, random_rows
 from small_run import load_cpu_config
-from test_objective import plain_objective
+from test_policy_objective import plain_objective
 from torch import nn
 
 from meshwright.config.device_defaults import with_device_defaults
@@ -16,15 +16,17 @@ from meshwright.models.init import build_model
 from meshwright.optim.build import build_optimizer
 from meshwright.parallel.local_shard import full_tensor
 from meshwright.parallel.parallel_spec import ParallelSpec
-from meshwright.rl.policy_head import PolicyHead
+from meshwright.planner.exact.comm_volume import CollectiveVolume, comm_volume
+from meshwright.rl.policy_head import PolicyHead, use_policy_objective
 from meshwright.telemetry.step_clock import StepClock
 from meshwright.testing import run_ranks
 from meshwright.topology.unsupported import validate
 from meshwright.torch_private import clear_dtensor_cache
 from meshwright.trainer.build import build_parallel_model
 from meshwright.trainer.custom_model import CustomModel
+from meshwright.trainer.policy.policy_model import policy_custom_model
 from meshwright.trainer.precision import Precision
-from meshwright.trainer.reinforcement.policy_model import policy_custom_model
+from meshwright.trainer.records.step_counters import count_step
 from meshwright.trainer.step import Step, StepContext
 
 VOCAB, SEQUENCE, ROWS = 26, 16, 8
@@ -34,12 +36,12 @@ SIZES = [
     "--model.kv_heads=2",
     "--model.ffn=24",
     f"--model.vocab={VOCAB}",
-    "--model.layers=4",
+    "--model.layers=2",
     "--model.separator=0",
     f"--data.sequence={SEQUENCE}",
     "--precision.compute=fp64",
     f"--batch.global={ROWS}",
-    "--batch.micro=1",
+    "--batch.micro=2",
     "--layout.replicate=1",
     "--compile.enabled=false",
     "--rl.group_size=4",
@@ -83,9 +85,9 @@ FOUR_RANKS = {
     "context x tensor": ("llama", ["--layout.context=2", "--layout.tensor=2"]),
     "pipeline x tensor": (
         "gemma2",
-        ["--layout.pipeline=2", "--layout.tensor=2", "--pipeline.schedule=zero-bubble", "--kernels.loss=fused"],
+        ["--layout.pipeline=2", "--layout.tensor=2", "--pipeline.schedule=zero-bubble", "--pipeline.stages=1"],
     ),
-    "pipeline x context": ("llama", ["--layout.pipeline=2", "--layout.context=2", "--pipeline.schedule=interleaved"]),
+    "pipeline x context": ("llama", ["--layout.pipeline=2", "--layout.context=2"]),
     "expert x ZeRO-3": ("experts", ["--layout.replicate=4", "--layout.shard=parameters", "--layout.expert=2"]),
     "expert x pipeline": ("experts", ["--layout.pipeline=2", "--layout.replicate=2", "--layout.expert=2"]),
 }
@@ -206,9 +208,37 @@ def test_step_divides_the_plain_sum_by_the_tokens_of_the_global_batch(name, alon
     assert values == pytest.approx(metrics, rel=1e-10)
 
 
-def test_policy_head_keeps_names_order_and_tied_weights():
-    from meshwright.rl.policy_head import use_policy_objective
+def count_policy_step(world, configs):
+    """For every config: what this rank communicates in its third step, and the metrics of that step."""
+    results = []
+    for config in configs:
+        clear_dtensor_cache()
+        layout, batch = validate(config)
+        step = build_policy_step(world, config, None)
+        rows = random_rows(config.rl, ROWS, SEQUENCE, VOCAB)
+        batches = micro_batches(rows, batch.micro, layout.data_coordinate(world.rank), batch.replicas)
+        step.warmup_backward(lambda batches=batches: batches[0])
+        for number in range(2):
+            step.run(number, 0.01, iter([batches]))
+        with count_step(step.parallel_model, step.optimizer) as counters:
+            outcome = step.run(2, 0.01, iter([batches]), counters.enter)
+        volumes = [CollectiveVolume(r.axis, r.collective, r.message_bytes, r.wire_bytes) for r in counters.rows()]
+        results.append((volumes, outcome.measured.tolist()))
+    return results
 
+
+def test_communication_is_predicted_exactly_and_metrics_need_no_collective_of_their_own():
+    configs = [policy_config(*TWO_RANKS[layout]) for layout in ("DDP", "tensor", "FSDP2")]
+    by_rank = run_ranks(count_policy_step, 2, configs)
+    for index, config in enumerate(configs):
+        layout, batch = validate(config)
+        for rank in range(2):
+            volumes, measured = by_rank[rank][index]
+            assert sorted(volumes) == sorted(comm_volume(config, layout, batch, rank))
+            assert len(measured) == 2 * len(config.rl.measured_names)
+
+
+def test_policy_head_keeps_names_order_and_tied_weights():
     config = policy_config("gemma2")
     model = build_model(config.model, config.seed, torch.float64)
     names, weight = [name for name, _ in model.named_parameters()], model.head.weight

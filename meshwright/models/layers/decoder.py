@@ -95,7 +95,7 @@ class LanguageModel(nn.Module):
     """
 
     measures: Any = None
-    """what the loss of the head measures in a step, see trainer/measures.py"""
+    """what the loss of the head measures in a step, see trainer/records/measures.py"""
 
     def __init__(self, config: ModelConfig, decoder: nn.Module, head: HeadLoss | None = None) -> None:
         super().__init__()

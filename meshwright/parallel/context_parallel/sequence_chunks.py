@@ -67,8 +67,8 @@ def local_chunk(
 ) -> tuple[Tensor, ...]:
     """The rank's chunks of all tensors of a batch that have a sequence dimension, which is their second. With a
     separator, the first tensor has the tokens, and the document ids of the full sequences are added: a chunk, or a
-    pipeline stage that never sees the tokens, could not find them. A third tensor of a batch of a built-in model has the
-    documents already if it has integers; one of floats has values per token.
+    pipeline stage that never sees the tokens, could not find them. In a batch of a built-in model, a third tensor of
+    integers has the documents already; one of floats has values per token.
     """
     local = batch
     documents = document_ids(batch[0], separator)

@@ -66,6 +66,8 @@ def tensor_parallel_messages(
     messages["tensor", "reduce_scatter"] = (both_passes + reduce_scatters + last) * activation + first * embedding
     # The loss reduces the maximum, the sum of exponentials and the label's logit: one float32 (or wider) per token.
     messages["tensor", "all_reduce"] = last * 3 * tokens * parameter_bytes(config)
+    if config.rl.enabled:  # the entropy of the policy gathers three such numbers from every rank
+        messages["tensor", "all_gather"] += last * layout.tensor * 3 * tokens * parameter_bytes(config)
     if first:
         messages["tensor", "all_gather"] -= frozen.embedding * embedding + frozen.outputs * activation
         messages["tensor", "reduce_scatter"] -= frozen.inputs * activation

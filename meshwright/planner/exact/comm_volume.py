@@ -141,7 +141,9 @@ def control_bytes(config: RunConfig, layout: Layout) -> int:
     norm = 8 if set(layout.active_axes) - {"replicate", "context"} else 0
     loads = 8 * config.model.layers * (config.model.experts + 1) if config.model.experts else 0
     vector = CONTROL_VECTOR_BYTES + USED_PARAMETERS_BYTES * layout.pipeline
-    return vector + parameter_bytes(config) + norm + loads
+    # The sums and counts of what a policy objective measures travel with the loss, all in float64.
+    loss = 8 * (1 + 2 * len(config.rl.measured_names)) if config.rl.enabled else parameter_bytes(config)
+    return vector + loss + norm + loads
 
 
 def reductions_per_step(config: RunConfig, layout: Layout, batch: Batch) -> int:

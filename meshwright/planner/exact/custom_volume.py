@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from meshwright.config import Batch, ModelConfig, RunConfig
+from meshwright.config import Batch, ModelConfig, RLConfig, RunConfig
 from meshwright.config.dtypes import parameter_bytes
 from meshwright.planner.exact.comm_volume import CollectiveVolume, comm_volume
 from meshwright.planner.exact.state_memory import StateMemory, state_memory
@@ -31,7 +31,7 @@ def custom_comm_volume(
 ) -> list[CollectiveVolume]:
     rows = [
         with_measured(row, model, config, layout) if row.axis == "control" else row
-        for row in comm_volume(replace(config, model=ModelConfig()), layout, batch, rank, model.spec)
+        for row in comm_volume(replace(config, model=ModelConfig(), rl=RLConfig()), layout, batch, rank, model.spec)
     ]
     return sorted((*rows, *broadcast_rows(model, layout, batch, rank)))
 

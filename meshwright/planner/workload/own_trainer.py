@@ -25,6 +25,6 @@ def own_trainer(config: RunConfig, layout: Layout, micro_steps: int) -> TrainerP
             fields |= {"residual_traffic_bytes": 8}
     if config.precision.float8:
         fields |= {"saves_quantized_inputs": True}
-    if config.kernels.loss == "fused":
+    if config.kernels.loss == "fused" and not config.rl.enabled:
         fields |= FUSED_LOSS
     return replace(MESHWRIGHT_COMPILED if config.compile.enabled else MESHWRIGHT, **fields)
