@@ -52,7 +52,7 @@ class DamagedPolicy(CheckpointError):
 
 
 def open_policy_store(folder: RunFolder, create: bool = False) -> Store:
-    """Where the policies of a run are: RUN/policies, in its folder or in its object store. A learner passes `create`."""
+    """Where the policies of a run are: RUN/policies, in its folder or its object store. A learner passes `create`."""
     if url := folder.url:
         return ObjectStore(f"{url.rstrip('/')}/{POLICIES_FOLDER}")
     root = folder.root / POLICIES_FOLDER
