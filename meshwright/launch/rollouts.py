@@ -36,8 +36,8 @@ from meshwright.rl.tasks.prompt_source import open_prompt_source
 from meshwright.telemetry.run_folder import RunFolder
 from meshwright.topology.layout import Layout
 from meshwright.trainer.custom_model import CustomModel
-from meshwright.trainer.precision import Precision
 from meshwright.trainer.policy.policy_model import policy_custom_model
+from meshwright.trainer.precision import Precision
 
 
 def validate_rollouts(config: RunConfig, batch: Batch) -> None:

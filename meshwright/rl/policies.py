@@ -29,6 +29,7 @@ from meshwright.checkpoint.verify import find_damage
 from meshwright.config import BLOCK_SIZES, BlockSizes, CheckpointConfig
 from meshwright.errors import CheckpointError
 from meshwright.generate.load import check_base, from_bits, named_tensors
+from meshwright.io import sync_folder
 from meshwright.parallel.world import World
 from meshwright.rl.generator.policy_model import PolicyModel
 from meshwright.rl.version import PolicyVersion
@@ -50,12 +51,14 @@ class DamagedPolicy(CheckpointError):
     """A published policy is not, byte for byte, what the learner has written, or does not fit the model."""
 
 
-def open_policy_store(folder: RunFolder) -> Store:
-    """Where the policies of a run are: RUN/policies, in its folder or in its object store."""
+def open_policy_store(folder: RunFolder, create: bool = False) -> Store:
+    """Where the policies of a run are: RUN/policies, in its folder or its object store. A learner passes `create`."""
     if url := folder.url:
         return ObjectStore(f"{url.rstrip('/')}/{POLICIES_FOLDER}")
     root = folder.root / POLICIES_FOLDER
-    root.mkdir(parents=True, exist_ok=True)
+    if create:
+        root.mkdir(exist_ok=True)
+        sync_folder(folder.root)
     return PosixStore(root)
 
 
@@ -211,7 +214,7 @@ class PolicyPublisher:
         if self._is_published(version):
             return self._digest(version)
         self.saver.attempt = version.timeline
-        fields: dict[str, Any] = dict.fromkeys(("data", "rng", "schedule", "scaler", "counters"), {})
+        fields: dict[str, Any] = {key: {} for key in ("data", "rng", "schedule", "scaler", "counters")}
         owner = str(self.world.rank)
         (result,) = self.saver.save(CheckpointMetadata(version.step, fields, owner, {}), wait=True)
         if result.error is not None:

@@ -38,6 +38,7 @@ from meshwright.trainer.first_batch.fused_head_check import verify_fused_head
 from meshwright.trainer.identity import build_identity, check_run_folder, write_run_folder
 from meshwright.trainer.job import Job, open_peer_memory
 from meshwright.trainer.objective import Objective
+from meshwright.trainer.policy.rollouts import RolloutLoader, open_rollouts
 from meshwright.trainer.precision import Precision, named_operators, set_determinism
 from meshwright.trainer.records.plan_recorder import PlanRecorder
 from meshwright.trainer.records.run_summary import RunSummary
@@ -45,7 +46,6 @@ from meshwright.trainer.records.start_record import rank_record, start_record
 from meshwright.trainer.records.step_counters import StepCounters, count_step, group_axes
 from meshwright.trainer.records.step_profiler import StepProfiler
 from meshwright.trainer.records.step_recorder import StepRecorder, finite_or_none
-from meshwright.trainer.policy.rollouts import RolloutLoader, open_rollouts
 from meshwright.trainer.resume import ResumeState
 from meshwright.trainer.signals import SignalWatch
 from meshwright.trainer.step import Step, StepContext

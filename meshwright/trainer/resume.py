@@ -20,9 +20,9 @@ from meshwright.telemetry.events import EventLog
 from meshwright.topology.axes import ALL_AXES
 from meshwright.topology.layout import Layout, stages_per_rank
 from meshwright.trainer.identity import code_fingerprint, describe_differences
+from meshwright.trainer.policy.rollouts import RolloutLoader
 from meshwright.trainer.precision import Precision
 from meshwright.trainer.records.step_recorder import StepRecorder
-from meshwright.trainer.policy.rollouts import RolloutLoader
 from meshwright.trainer.step import step_seed
 from meshwright.version import __version__
 

@@ -79,7 +79,9 @@ class RolloutLoader:
         """
         job, cursor = self.job, self.restored
         more = (facts, parameters, job.layout, job.block_sizes, job.config.launch.hang_timeout)
-        self.publisher = PolicyPublisher(open_policy_store(job.folder), self.world, lineage, job.attempt, *more)
+        self.publisher = PolicyPublisher(
+            open_policy_store(job.folder, create=True), self.world, lineage, job.attempt, *more
+        )
         try:
             parsed = RolloutCursor.from_json(cursor) if cursor is not None else None
         except ValueError as error:

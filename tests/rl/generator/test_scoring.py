@@ -63,8 +63,7 @@ def assert_same_bits(policy, tokens, labels, start: int, completions, scored) ->
         assert np.count_nonzero(found[start + row]) == len(completion)
 
 
-@pytest.mark.parametrize("separator", [None, 40])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("dtype", "separator"), [(torch.float32, None), (torch.float32, 40), (torch.float64, None)])
 @pytest.mark.parametrize("name", LONG)
 def test_scores_are_the_learners_if_micro_batches_divide_groups(name, dtype, separator):
     """Every family, with experts, odd sequences and documents: the micro-batches are those of the learner."""
