@@ -1,4 +1,4 @@
-"""A model of transformers under the policy objective: its logits train, on layouts that divide it, as in one process."""
+"""A model of transformers under the policy objective: layouts that divide it train as one process does."""
 
 from __future__ import annotations
 
