@@ -71,12 +71,12 @@ def score(
     tokens, labels = group_tokens(prompt, completions, shape.sequence)
     rows: list[NDArray[np.float64]] = []
     for start in range(0, len(completions), shape.micro):
-        micro_tokens = np.full((shape.micro, shape.sequence), PADDING, np.int64)
-        micro_labels = np.full((shape.micro, shape.sequence), IGNORE_INDEX, np.int64)
+        padded_tokens = np.full((shape.micro, shape.sequence), PADDING, np.int64)
+        padded_labels = np.full((shape.micro, shape.sequence), IGNORE_INDEX, np.int64)
         count = min(shape.micro, len(completions) - start)
-        micro_tokens[:count] = tokens[start : start + count]
-        micro_labels[:count] = labels[start : start + count]
-        rows += list(score_micro_batch(model, micro_tokens, micro_labels, temperature)[:count])
+        padded_tokens[:count] = tokens[start : start + count]
+        padded_labels[:count] = labels[start : start + count]
+        rows += list(score_micro_batch(model, padded_tokens, padded_labels, temperature)[:count])
     first = len(prompt) - 1
     return [row[first : first + len(completion)] for row, completion in zip(rows, completions, strict=True)]
 
