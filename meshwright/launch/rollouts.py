@@ -37,7 +37,7 @@ from meshwright.telemetry.run_folder import RunFolder
 from meshwright.topology.layout import Layout
 from meshwright.trainer.custom_model import CustomModel
 from meshwright.trainer.policy.policy_model import policy_custom_model
-from meshwright.trainer.precision import Precision
+from meshwright.trainer.precision import Precision, set_determinism
 
 
 def validate_rollouts(config: RunConfig, batch: Batch) -> None:
@@ -104,9 +104,10 @@ def make_rollout_service(
 def build_policy(config: RunConfig, custom: CustomModel | None) -> PolicyModel:
     """A policy on the device of a generator, whose weights are then those of a published version."""
     device = torch.device(device_type(config.launch))
+    set_determinism(config.precision, config.launch.threads, device)  # as in the ranks: equal bits need it
     precision = Precision(config.precision, device)
     if custom is None:
-        model = build_empty(config.model, precision.parameters, device, config.lora)
+        model = build_empty(config.model, precision.parameters, device, config.lora, precision.residual)
         return FamilyPolicy(model, lora_spec(config.model, config.lora), precision.autocast)
     module = copy.deepcopy(custom.module)
     empty = module.to_empty(device=device) if custom.on_meta() else module.to(device)
