@@ -6,6 +6,7 @@ import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import cast
 
 import torch
 
@@ -32,7 +33,7 @@ from meshwright.rl.generator.policy_model import FamilyPolicy, ModulePolicy, Pol
 from meshwright.rl.rewards.reward_function import RewardFunction
 from meshwright.rl.service.service import RolloutService, private_address
 from meshwright.rl.service.setup import RolloutSetup
-from meshwright.rl.tasks.prompt_source import open_prompt_source
+from meshwright.rl.tasks.prompt_source import PromptSource, open_prompt_source
 from meshwright.telemetry.run_folder import RunFolder
 from meshwright.topology.layout import Layout
 from meshwright.trainer.custom_model import CustomModel
@@ -95,7 +96,7 @@ def make_rollout_service(
     reward: RewardFunction,
 ) -> RolloutService:
     """The rollout service of a run; it starts with the first attempt."""
-    (prompts,) = sources
+    prompts = cast(PromptSource, sources[0])  # `open_rollout_code` has opened it
     make_policy = partial(build_policy, config, custom)
     stream = build_stream(config, sources)
     return RolloutService(RolloutSetup(config, batch, folder, prompts, stream, reward, make_policy, private_address()))
