@@ -16,6 +16,7 @@ from meshwright.data.source import Source
 from meshwright.errors import ConfigError
 from meshwright.launch.environment import started_by_torchrun
 from meshwright.launch.initial_weights import with_init_from_folder
+from meshwright.launch.scratch_folder import ScratchFolder, remove_stale_folders
 from meshwright.launch.user_code.make_custom_model import (
     UserRun,
     custom_model_config,
@@ -31,7 +32,7 @@ from meshwright.parallel.parallelize import require_spec
 from meshwright.parallel.world import device_type
 from meshwright.rl.generator.policy_model import FamilyPolicy, ModulePolicy, PolicyModel
 from meshwright.rl.rewards.reward_function import RewardFunction
-from meshwright.rl.service.service import RolloutService, private_address
+from meshwright.rl.service.service import RolloutService
 from meshwright.rl.service.setup import RolloutSetup
 from meshwright.rl.tasks.prompt_source import PromptSource, open_prompt_source
 from meshwright.telemetry.run_folder import RunFolder
@@ -99,7 +100,12 @@ def make_rollout_service(
     prompts = cast(PromptSource, sources[0])  # `open_rollout_code` has opened it
     make_policy = partial(build_policy, config, custom)
     stream = build_stream(config, sources)
-    return RolloutService(RolloutSetup(config, batch, folder, prompts, stream, reward, make_policy, private_address()))
+    remove_stale_folders()
+    # The path of a socket has at most 107 bytes, so it cannot be in the run folder.
+    scratch = ScratchFolder()
+    address = scratch.path / "rollouts"
+    setup = RolloutSetup(config, batch, folder, prompts, stream, reward, make_policy, address)
+    return RolloutService(setup, lambda: scratch.remove())  # the folder exists as long as the object
 
 
 def build_policy(config: RunConfig, custom: CustomModel | None) -> PolicyModel:
