@@ -24,7 +24,7 @@ from meshwright.errors import CheckpointError
 from meshwright.parallel.world import World
 from meshwright.rl.log.interface import LogPosition
 from meshwright.rl.log.open_log import open_rollout_reader
-from meshwright.rl.policies import PolicyPublisher, open_policy_store
+from meshwright.rl.policies import PolicyPublisher, open_policy_store, policies_outlive_power
 from meshwright.rl.queue.cursor import RolloutCursor
 from meshwright.rl.rollout import RolloutGroup
 from meshwright.rl.rows import COLUMNS, PolicyRows, group_rows
@@ -79,9 +79,8 @@ class RolloutLoader:
         """
         job, cursor = self.job, self.restored
         more = (facts, parameters, job.layout, job.block_sizes, job.config.launch.hang_timeout)
-        self.publisher = PolicyPublisher(
-            open_policy_store(job.folder, create=True), self.world, lineage, job.attempt, *more
-        )
+        store = open_policy_store(job.folder, create=True, durable=policies_outlive_power(self.config))
+        self.publisher = PolicyPublisher(store, self.world, lineage, job.attempt, *more)
         try:
             parsed = RolloutCursor.from_json(cursor) if cursor is not None else None
         except ValueError as error:
