@@ -36,6 +36,8 @@ MAX_GROUP_BYTES = MAX_RECORD_BYTES
 """Size limit of an encoded group, as in the rollout log: a message with more is not read."""
 MAX_UNAVAILABLE = 10
 """Assignments in a row whose policy no generator could load, after which the attempt ends."""
+MAX_GROUPS = 8
+"""Groups that a generator is assigned at once, at most: a generator that dies loses the ones that it has not sent."""
 
 
 @dataclass
@@ -133,7 +135,7 @@ class RolloutServer:
         elif call == "assign":
             client.pending, client.since = header, time.monotonic()
         elif call == "group":
-            client.pending = None
+            client.pending, client.since = None, time.monotonic()  # the time of the next group that it has begins
             self._receive_group(client, content)
         elif call == "unavailable":  # the generator could not load the policy: the group returns to the pool
             self.unavailable += 1
@@ -185,21 +187,27 @@ class RolloutServer:
                 client.since = time.monotonic()  # it waits for the disk, and is not late with its group
             elif group.failure:
                 self.report(f"group {group.group} has no reward: {group.failure}")
-            self._send(client, answer)
+            self._send(client, answer | {"group": group.group})
 
     def _assign(self) -> None:
+        """Assigns every waiting generator its share of a step, in the order of their requests."""
         assert self.queue is not None
-        waiting = [client for client in self.clients.values() if client.generator and client.pending is not None]
+        generators = [client for client in self.clients.values() if client.generator]
+        waiting = [client for client in generators if client.pending is not None]
+        share = min(MAX_GROUPS, -(-self.setup.groups_per_step // max(1, len(generators))))
         for client in sorted(waiting, key=lambda client: client.since):
-            assignment = self.queue.assign(client.generator)
-            if assignment is None:
+            groups: list[dict[str, Any]] = []
+            while len(groups) < share and (assignment := self.queue.assign(client.generator)) is not None:
+                record = {"group": assignment.group, "prompt_id": assignment.prompt_id}
+                version, digest = assignment.version, self.digests.get(assignment.version, "")
+                groups.append(record | {"version": version.to_json(), "digest": digest})
+            if not groups:
                 return
             now = time.monotonic()
             client.idle_seconds += now - client.since
             client.pending, client.since = None, now
-            answer = {"group": assignment.group, "prompt_id": assignment.prompt_id, "run": self.run}
-            answer |= {"version": assignment.version.to_json(), "digest": self.digests.get(assignment.version, "")}
-            self._send(client, answer | {"reference": self.queue.lineage.version(0).to_json()})
+            reference = self.queue.lineage.version(0).to_json()
+            self._send(client, {"run": self.run, "groups": groups, "reference": reference})
 
     def _begin(self, client: Client, header: dict[str, Any]) -> None:
         """A new attempt of the learner: it resumes from a cursor, or begins the run."""

@@ -24,7 +24,7 @@ from meshwright.errors import CheckpointError, DataError, MeshwrightError, Stopp
 from meshwright.parallel.world import World
 from meshwright.rl.log.interface import LogPosition
 from meshwright.rl.log.open_log import open_rollout_reader
-from meshwright.rl.policies import PolicyPublisher, open_policy_store
+from meshwright.rl.policies import PolicyPublisher, open_policy_store, policies_outlive_power
 from meshwright.rl.queue.cursor import RolloutCursor
 from meshwright.rl.rollout import InvalidRollout, RolloutGroup
 from meshwright.rl.rows import COLUMNS, PolicyRows, group_rows
@@ -91,9 +91,8 @@ class RolloutLoader:
         """
         job, cursor = self.job, self._resumed_cursor(done, first_attempt)
         more = (facts, parameters, job.layout, job.block_sizes, job.config.launch.hang_timeout)
-        self.publisher = PolicyPublisher(
-            open_policy_store(job.folder, create=True), self.world, lineage, job.attempt, *more
-        )
+        store = open_policy_store(job.folder, create=True, durable=policies_outlive_power(self.config))
+        self.publisher = PolicyPublisher(store, self.world, lineage, job.attempt, *more)
         fixed = self.config.policy == "fixed"
         if self.client is not None:
             record = cursor.to_json() if cursor is not None else None
