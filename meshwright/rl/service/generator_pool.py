@@ -11,7 +11,7 @@ from pathlib import Path
 from socket import socket
 
 from meshwright import faults
-from meshwright.io import open_descriptor, open_regular_file
+from meshwright.io import open_descriptor, open_regular_file, write_error
 from meshwright.rl.rewards.child_process import ChildProcess, describe_status, fork_child
 from meshwright.rl.service.server import RolloutServer
 
@@ -114,10 +114,13 @@ class GeneratorPool:
 
 
 def redirect_output(log: Path) -> None:
-    """Appends standard output and error of this process to a file, including what native code prints. The processes
-    that have the same place one after the other share it.
+    """Appends standard output and error of this process to a file, including what native code prints. The file is there
+    already where an earlier process had this place.
     """
-    file = open_descriptor(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    try:
+        file = open_descriptor(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    except OSError as error:
+        raise write_error(log, error) from None
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.close(file)
