@@ -102,9 +102,7 @@ class RankSteps:
         lines = self._tail.new_lines()
         yield from lines if stride == 1 else thinned(lines, stride)
 
-    def _add(
-        self, line: bytes, receive: Callable[[Event], None], receive_step: Callable[[Event], None]
-    ) -> None:
+    def _add(self, line: bytes, receive: Callable[[Event], None], receive_step: Callable[[Event], None]) -> None:
         if line.startswith(STEP) and len(line) > MAX_STEP_LINE_BYTES:
             return
         event = parse_event(line)

@@ -14,16 +14,18 @@ from typing import Any
 
 import numpy as np
 
+from meshwright.checkpoint.listing import list_published, open_run_store
 from meshwright.data.sample_lookup import SampleLookup, lookup_from_identity
 from meshwright.errors import ConfigError, DataError, MeshwrightError
+from meshwright.history.rollout_fates import FoundRecord, judge_records
 from meshwright.history.rollout_steps import ConsumedGroup, RolloutStep, RolloutSteps, read_rollout_steps
 from meshwright.io import read_json
 from meshwright.models.initial_model import load_run_config
-from meshwright.rl.log.interface import DamagedRecord, LogPosition, RolloutReader
+from meshwright.rl.log.interface import LogPosition, RolloutReader
 from meshwright.rl.log.open_log import open_rollout_reader
-from meshwright.rl.rollout import InvalidRollout, Rollout, RolloutGroup, read_header
+from meshwright.rl.rollout import InvalidRollout, Rollout, RolloutGroup
 from meshwright.rl.tasks.tokenizer import CharacterTokenizer, Tokenizer, open_text_tokenizer
-from meshwright.rl.version import PolicyLineage, PolicyVersion
+from meshwright.rl.version import PolicyVersion
 from meshwright.telemetry.run_folder import RunFolder
 
 ROLLOUT_ID = re.compile(r"([0-9]{1,18})(?:\.([0-9]{1,6})@([0-9]{1,9})\.([0-9]{1,15}))?")
@@ -31,19 +33,6 @@ ROLLOUT_ID = re.compile(r"([0-9]{1,18})(?:\.([0-9]{1,6})@([0-9]{1,9})\.([0-9]{1,
 MAX_DAMAGE = 16
 """Damaged places of the log that an answer names."""
 MAX_PROMPT_TOKENS = 1 << 16
-
-
-@dataclass(frozen=True)
-class FoundRecord:
-    """A record of a group in the log, and what became of it."""
-
-    position: LogPosition
-    group: RolloutGroup
-    fate: str
-    """trained, in_flight, or the cause for which it is dropped"""
-    step: RolloutStep | None = None
-    """the step that consumed it, or after which it was too old"""
-    consumed: ConsumedGroup | None = None
 
 
 @dataclass(frozen=True)
@@ -64,9 +53,7 @@ class RolloutLookup:
         if step < 0:
             raise ConfigError(f"--step {step} is negative", "expected at least 0")
         if rank is not None and not 0 <= rank < layout.ranks:
-            raise ConfigError(
-                f"--rank {rank}: the run has {layout.ranks} rank(s)", f"expected 0 to {layout.ranks - 1}"
-            )
+            raise ConfigError(f"--rank {rank}: the run has {layout.ranks} rank(s)", f"expected 0 to {layout.ranks - 1}")
         steps = read_rollout_steps(self.folder, lambda number, _first, _frontier: number == step)
         found = steps.attempts_of(step)
         if not found:
@@ -134,7 +121,11 @@ class RolloutLookup:
             )
         steps = read_rollout_steps(self.folder, lambda _step, first, frontier: first <= number < frontier)
         counted = steps.counted()
-        damaged, records = self._judge(number, counted, steps.lineage)
+        reader = open_rollout_reader(self.folder, self.run_id)
+        try:
+            damaged, records = judge_records(reader, number, counted, steps.lineage, self.staleness)
+        finally:
+            reader.close()
         chosen = [record for record in records if version is None or record.group.version == version]
         answer: dict[str, Any] = {
             "rollout": rollout,
@@ -147,76 +138,43 @@ class RolloutLookup:
             "lost_training": self._lost_training(number, version, steps),
             "frontier": counted[-1].frontier if counted else 0,
             "lineage": steps.lineage.to_json() if steps.lineage is not None else None,
-            "damaged": damaged,
+            "damaged": damaged[:MAX_DAMAGE],
         }
-        answer["fate"] = summarize_fate(answer, version)
+        unread = self._unread(number, version, counted, records, damaged)
+        answer["records"] += unread
+        answer["fate"] = summarize_fate(answer["records"])
         return answer
 
-    def _judge(
-        self, number: int, counted: Sequence[RolloutStep], lineage: PolicyLineage | None
-    ) -> tuple[list[dict[str, Any]], list[FoundRecord]]:
-        """What became of every record of a group, by the rules of the queue: the first valid record of a group waits
-        for its step; later ones are duplicates; those of lost timelines and those that are too old are dropped.
-        """
-        reader, judged = open_rollout_reader(self.folder, self.run_id), list[FoundRecord]()
-        damaged: list[dict[str, Any]] = []
-        waiting: FoundRecord | None = None
-        done = 0  # counted steps whose batch was formed before the record was appended
-        try:
-            for record in reader.scan():
-                if isinstance(record, DamagedRecord):
-                    damaged.append({"position": record.position.to_json(), "reason": record.reason})
-                    continue
-                if not is_of_group(record.payload, number):
-                    continue
-                try:
-                    group = RolloutGroup.decode(record.payload)
-                except InvalidRollout as error:
-                    damaged.append({"position": record.position.to_json(), "reason": str(error)})
-                    continue
-                while done < len(counted) and counted[done].log <= record.position:
-                    waiting, judged = self._finish(counted[done], waiting, judged, number)
-                    done += 1
-                found = FoundRecord(record.position, group, "in_flight")
-                if lineage is not None and not lineage.contains(group.version):
-                    judged.append(replace(found, fate="lost_timeline"))
-                elif done and counted[done - 1].step + 1 - group.version.step > self.staleness:
-                    judged.append(replace(found, fate="stale", step=counted[done - 1]))
-                elif waiting is not None or (done and number < counted[done - 1].frontier):
-                    judged.append(replace(found, fate="duplicate"))
-                else:
-                    waiting = found
-        finally:
-            reader.close()
-        for step in counted[done:]:
-            waiting, judged = self._finish(step, waiting, judged, number)
-        records = [*judged, *([waiting] if waiting is not None else [])]
-        return damaged[:MAX_DAMAGE], sorted(records, key=lambda found: found.position)
-
-    def _finish(
-        self, step: RolloutStep, waiting: FoundRecord | None, judged: list[FoundRecord], number: int
-    ) -> tuple[FoundRecord | None, list[FoundRecord]]:
-        """The record of a group that still waits after a step, and the records whose fate is known then."""
-        if waiting is None:
-            return None, judged
-        consumed = next((group for group in step.groups if group.group == number), None)
-        if consumed is not None:
-            fate = consumed.fate
-            if consumed.version != waiting.group.version or consumed.position not in (None, waiting.position):
-                raise DataError(
-                    f"step {step.step} of attempt {step.attempt} consumed group {number} of policy version "
-                    f"{consumed.version} at {consumed.position}, and the rollout log has it of {waiting.group.version} "
-                    f"at {waiting.position}",
-                    "the rollout log and the events are not of one run, or a record is damaged",
-                )
-            return None, [*judged, replace(waiting, fate=fate, step=step, consumed=consumed)]
-        if step.step + 1 - waiting.group.version.step > self.staleness:
-            return None, [*judged, replace(waiting, fate="stale", step=step)]
-        return waiting, judged
-
-    def _lost_training(
-        self, number: int, version: PolicyVersion | None, steps: RolloutSteps
+    def _unread(
+        self,
+        number: int,
+        version: PolicyVersion | None,
+        counted: Sequence[RolloutStep],
+        records: Sequence[FoundRecord],
+        damaged: Sequence[dict[str, Any]],
     ) -> list[dict[str, Any]]:
+        """What is known of records of a group that cannot be read: the step that consumed one, or a cursor."""
+        unread = []
+        places = {tuple(damage["position"]): damage["reason"] for damage in damaged}
+        for step in counted:
+            for group in step.groups:
+                read = any(record.step is step and record.consumed is group for record in records)
+                if group.group == number and not read and version in (None, group.version):
+                    position = group.position.to_json() if group.position is not None else None
+                    reason = places.get(tuple(position or ()), "its record is not in the log, or cannot be read")
+                    unread.append(
+                        empty_record(group.fate, str(group.version), position, reason)
+                        | {"step": step.step, "attempt": step.attempt, "staleness": step.step - group.version.step}
+                    )
+        if not unread and places and version is not None and not any(r.group.version == version for r in records):
+            for entry in list_published(open_run_store(self.folder)):
+                cursor = entry.manifest.data.get("in_flight") if entry.manifest is not None else None
+                for row in cursor if isinstance(cursor, list) else ():
+                    if isinstance(row, list) and row[:1] == [number] and tuple(row[1:]) in places:
+                        return [empty_record("damaged", str(version), row[1:], places[tuple(row[1:])])]
+        return unread
+
+    def _lost_training(self, number: int, version: PolicyVersion | None, steps: RolloutSteps) -> list[dict[str, Any]]:
         """Steps that consumed the group, and that were not completed or are on a lost timeline."""
         lost = []
         for key, step in sorted(steps.begun.items()):
@@ -315,24 +273,27 @@ class RolloutLookup:
         return " ".join(map(str, tokens)) if self.tokenizer is None else self.tokenizer.decode(tokens)
 
 
-def summarize_fate(answer: dict[str, Any], version: PolicyVersion | None) -> str:
-    """The fate of the rollout: that of the record that was trained, else of the newest record."""
-    fates = [record["fate"] for record in answer["records"]]
-    if "trained" in fates:
-        return "trained"
-    if fates:
-        return "in_flight" if "in_flight" in fates else str(fates[-1])
-    if answer["lost_training"] or (answer["damaged"] and version is None and answer["group"] < answer["frontier"]):
-        return "damaged"  # a step consumed it, and its record is not in the log any more
-    return "never_generated"
+def empty_record(fate: str, version: str, position: list[int] | None, problem: str) -> dict[str, Any]:
+    """A record of a group that cannot be read, with what other records say of it."""
+    return {
+        "version": version,
+        "fate": fate,
+        "generator": "",
+        "failure": "",
+        "position": position,
+        "step": None,
+        "attempt": None,
+        "staleness": None,
+        "on_lineage": True,
+        "problem": problem,
+        "rollouts": [],
+    }
 
 
-def is_of_group(payload: bytes, number: int) -> bool:
-    """Whether a record is that of a group, without its arrays; a record that is none is decoded, which names why."""
-    try:
-        return bool(read_header(payload)[0].get("group") == number)
-    except ValueError:
-        return False
+def summarize_fate(records: Sequence[dict[str, Any]]) -> str:
+    """The fate of a rollout: that of the record that was trained, else of the newest record."""
+    fates = [str(record["fate"]) for record in records]
+    return next((fate for fate in ("trained", "in_flight") if fate in fates), fates[-1] if fates else "never_generated")
 
 
 def is_rollout_run(run: Path) -> bool:

@@ -1,4 +1,4 @@
-"""Reads which groups of rollouts each step of a run consumed, from the events of rank 0 as untrusted records. Torch-free.
+"""Reads which groups of rollouts each step of a run consumed, from the untrusted events of rank 0. Torch-free.
 
 A step that several attempts ran counts once: the last attempt that completed it, unless a later attempt resumed from a
 checkpoint before it, so that its timeline is lost.
