@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from meshwright import faults
-from meshwright.errors import MeshwrightError
+from meshwright.errors import ConfigError, DataError, MeshwrightError
 from meshwright.framing import receive, send
 from meshwright.rl.generator.group import GroupPolicies, build_group
 from meshwright.rl.generator.policy_model import PolicyModel
@@ -39,6 +39,10 @@ def run_generator(setup: RolloutSetup, name: str) -> None:
                 assignment, _ = receive(connection)
                 try:
                     group = generator.generate(assignment)
+                except (ConfigError, DataError) as error:  # a bad prompt or model: that of every generator
+                    send(connection, {"call": "failed", "error": [error.message, error.hint]})
+                    time.sleep(RETRY_SECONDS)
+                    continue
                 except MeshwrightError as error:
                     send(connection, {"call": "unavailable", "reason": str(error)})
                     time.sleep(RETRY_SECONDS)

@@ -30,6 +30,8 @@ SEND_SECONDS = 10.0
 REPORT_SECONDS = 0.5
 """The interval at which a waiting learner learns that generators make progress."""
 MAX_PROBLEMS = 20
+MAX_UNAVAILABLE = 30
+"""Policies in a row that generators may fail to load, about one per second and generator, before the run ends."""
 
 
 @dataclass
@@ -71,6 +73,10 @@ class RolloutServer:
         self.arrived: list[tuple[Client, RolloutGroup]] = []
         self.useful: set[str] = set()
         """the generators that are connected and have sent a group"""
+        self.unavailable = 0
+        """how often in a row a generator could not load its policy"""
+        self.failure: list[str] = []
+        """why no generator can generate the next groups: what happened, and a hint"""
         self.last_report = 0.0
         self.retired = {"idle": 0.0, "connected": 0.0}
         """seconds of generators that have disconnected"""
@@ -91,7 +97,8 @@ class RolloutServer:
         self._append()
         if self.queue is not None:
             self._assign()
-        self._answer_learners(self.watch(self))
+        ended = self.watch(self)
+        self._answer_learners([ended, ""] if ended else self.failure)
 
     def _accept(self) -> None:
         with suppress(BlockingIOError):
@@ -121,9 +128,12 @@ class RolloutServer:
             client.pending = None
             self._receive_group(client, content)
         elif call == "unavailable":  # the generator could not load the policy: the group returns to the pool
-            self.report(f"{client.generator}: {str(header['reason'])[:1000]}")
+            self._count_unavailable(f"{client.generator}: {str(header['reason'])[:1000]}")
             if self.queue is not None:
                 self.queue.release(client.generator)
+        elif call == "failed":
+            message, hint = header["error"]
+            self.failure = [str(message)[:1000], str(hint)[:1000]]
         elif call == "begin":
             self._begin(client, header)
         elif call == "publish":
@@ -131,6 +141,13 @@ class RolloutServer:
         elif call == "batch":
             self._require_attempt(client, header)
             client.pending, client.since = header, time.monotonic()
+
+    def _count_unavailable(self, problem: str) -> None:
+        """A policy that no generator can load, such as a damaged one, ends the run; it would wait for ever."""
+        self.report(problem)
+        self.unavailable += 1
+        if self.unavailable >= MAX_UNAVAILABLE:
+            self.failure = [f"generators could not load their policy {self.unavailable} times in a row: {problem}", ""]
 
     def _receive_group(self, client: Client, content: bytes) -> None:
         try:
@@ -142,6 +159,7 @@ class RolloutServer:
         if group.generator != client.generator:
             raise ValueError(f"a group of {group.generator[:100]!r}")
         self.arrived.append((client, group))
+        self.unavailable = 0
         self.useful.add(client.generator)
 
     def _append(self) -> None:
@@ -186,7 +204,7 @@ class RolloutServer:
         if attempt < self.attempt:
             raise ValueError(f"attempt {attempt} is older than attempt {self.attempt}")
         try:
-            self.attempt = attempt
+            self.attempt, self.failure, self.unavailable = attempt, [], 0
             if self.log is None:
                 config = self.setup.config.rl
                 self.run = str(header["run"])
@@ -216,7 +234,7 @@ class RolloutServer:
         if int(header["attempt"]) != self.attempt or self.queue is None or client.generator:
             raise ValueError(f"a request of attempt {header['attempt']} in attempt {self.attempt}")
 
-    def _answer_learners(self, fatal: str) -> None:
+    def _answer_learners(self, fatal: list[str]) -> None:
         now = time.monotonic()
         due = now - self.last_report >= REPORT_SECONDS
         for client in list(self.clients.values()):
@@ -234,7 +252,7 @@ class RolloutServer:
                 self._send(client, answer | {"problems": self.take_problems()})
             elif fatal:
                 client.pending = None
-                self._send(client, {"error": [fatal, ""]})
+                self._send(client, {"error": fatal})
             elif due:
                 self._send(client, {"waiting": self.progress, "problems": self.take_problems()})
         if due:
