@@ -14,8 +14,10 @@ from meshwright.config import Batch, RunConfig
 from meshwright.data.sample_lookup import build_stream
 from meshwright.data.source import Source
 from meshwright.errors import ConfigError
+from meshwright.generate.load import fill_initial
 from meshwright.launch.environment import started_by_torchrun
 from meshwright.launch.initial_weights import with_init_from_folder
+from meshwright.launch.policy_check import check_policy
 from meshwright.launch.scratch_folder import ScratchFolder, remove_stale_folders
 from meshwright.launch.user_code.make_custom_model import (
     UserRun,
@@ -75,12 +77,16 @@ def open_rollout_code(config: RunConfig, user: UserCode) -> UserRun:
             "try without them, or rl.objective = none",
         )
     dataset = open_dataset(config, user)
-    sources: list[Source] = [open_prompt_source(config, dataset)]
+    if dataset is not None and config.rl.has_task:  # the name of a task stands for its prompts and its tokenizer
+        config = replace(config, rl=replace(config.rl, task=type(dataset).__name__))
+    prompts = open_prompt_source(config, dataset)
+    sources: list[Source] = [prompts]
     custom = make_custom_model(replace(user, source=None), dataset, config.seed)
     if custom is None:
         return UserRun(config, None, sources)
     config = replace(config, custom_model=custom_model_config(custom, user))
     custom = policy_custom_model(custom, config.rl)
+    check_policy(custom, config, prompts.tokenizer.vocab)
     custom = with_init_from_folder(config, custom).with_frozen_groups(config.optimizer)
     require_spec(custom.module, custom.spec, Layout.from_config(config.layout))
     custom.require_init()
@@ -115,7 +121,10 @@ def build_policy(config: RunConfig, custom: CustomModel | None) -> PolicyModel:
     precision = Precision(config.precision, device)
     if custom is None:
         model = build_empty(config.model, precision.parameters, device, config.lora, precision.residual)
-        return FamilyPolicy(model, lora_spec(config.model, config.lora), precision.autocast)
+        spec = lora_spec(config.model, config.lora)
+        if config.lora.enabled:  # a policy has the adapters alone
+            fill_initial(model, spec, config)
+        return FamilyPolicy(model, spec, precision.autocast)
     module = copy.deepcopy(custom.module)
     empty = module.to_empty(device=device) if custom.on_meta() else module.to(device)
     return ModulePolicy(empty.to(precision.parameters), precision.autocast)

@@ -111,7 +111,11 @@ def step_batches(folder: Path) -> list[StepBatch]:
         groups = tuple(header(number, version) for number, version, _ in event["groups"])
         dropped = tuple((header(number, version), cause) for number, version, cause in event["dropped"])
         cursor = known.get(event["step"] + 1) or replace(next(iter(known.values())), position=end)
-        batches.append(StepBatch(event["step"], groups, dropped, cursor if cursor.position == end else replace(cursor, position=end)))
+        batches.append(
+            StepBatch(
+                event["step"], groups, dropped, cursor if cursor.position == end else replace(cursor, position=end)
+            )
+        )
     return batches
 
 

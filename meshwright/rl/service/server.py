@@ -84,6 +84,8 @@ class RolloutServer:
         """the generators that are connected and have sent a group"""
         self.unavailable = 0
         """assignments in a row whose policy could not be loaded"""
+        self.failure = ""
+        """why no generator can generate the next groups, whoever tries"""
         self.unwritten_since = 0.0
         """since when the rollout log cannot be written; 0: it can"""
         self.last_report = 0.0
@@ -139,7 +141,9 @@ class RolloutServer:
             self._receive_group(client, content)
         elif call == "unavailable":  # the generator could not load the policy: the group returns to the pool
             self.unavailable += 1
-            self.report(f"{client.generator}: {str(header['reason'])[:1000]}")
+            reason = str(header["reason"])[:1000]
+            self.failure = reason if header.get("final") is True else self.failure
+            self.report(f"{client.generator}: {reason}")
             if self.queue is not None:
                 self.queue.release(client.generator)
         elif call == "begin":
@@ -216,7 +220,7 @@ class RolloutServer:
             raise ValueError(f"attempt {attempt} is older than attempt {self.attempt}")
         for other in [other for other in self.clients.values() if other.learner and other is not client]:
             self.disconnect(other)  # the learner of an earlier attempt
-        client.learner, self.attempt, self.unavailable = True, attempt, 0
+        client.learner, self.attempt, self.unavailable, self.failure = True, attempt, 0, ""
         if self.log is None:
             self.run = str(header["run"])
             self.log = open_rollout_log(self.setup.folder, self.run, self.setup.config.rl.record_bytes)
@@ -246,6 +250,8 @@ class RolloutServer:
 
     def _give_up(self) -> str:
         """Why no batch can be expected any more, or an empty string."""
+        if self.failure:
+            return self.failure
         seconds = self.setup.config.launch.hang_timeout
         if self.unwritten_since and time.monotonic() - self.unwritten_since > seconds:
             return f"the rollout log could not be written for {seconds:g} s: {self.last_problem}"
