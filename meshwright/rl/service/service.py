@@ -15,7 +15,6 @@ from meshwright.rl.service.learner import answers
 from meshwright.rl.service.server import RolloutServer
 from meshwright.rl.service.setup import RolloutSetup
 
-
 ANSWER_SECONDS = 10.0
 """How long a service that runs may take to answer when another attempt starts."""
 
