@@ -73,8 +73,8 @@ def run_id(folder: Path) -> str:
 
 def cursors(folder: Path) -> dict[int, RolloutCursor]:
     """The cursor of every published checkpoint, by step."""
-    entries = list_published(open_run_store(RunFolder(folder)))
-    return {e.step: RolloutCursor.from_json(e.manifest.data) for e in reversed(entries) if e.manifest is not None}
+    manifests = [entry.manifest for entry in reversed(list_published(open_run_store(RunFolder(folder))))]
+    return {m.step: RolloutCursor.from_json(m.data) for m in manifests if m is not None and "frontier" in m.data}
 
 
 def records(folder: Path) -> dict[LogPosition, RolloutGroup]:
