@@ -218,6 +218,8 @@ class RolloutServer:
         attempt = int(header["attempt"])
         if attempt < self.attempt:
             raise ValueError(f"attempt {attempt} is older than attempt {self.attempt}")
+        cursor = RolloutCursor.from_json(header["cursor"]) if header["cursor"] is not None else None
+        step, fork = int(header["step"]), header["fork"] is True
         for other in [other for other in self.clients.values() if other.learner and other is not client]:
             self.disconnect(other)  # the learner of an earlier attempt
         client.learner, self.attempt, self.unavailable, self.failure = True, attempt, 0, ""
@@ -228,8 +230,7 @@ class RolloutServer:
                 self.report(f"the rollout log was cut at {damage.position}: {damage.reason}")
         if self.queue is None:
             self.queue = RolloutQueue(self.setup.queue_settings(), self.log, self.setup.prompt_id)
-        cursor = RolloutCursor.from_json(header["cursor"]) if header["cursor"] is not None else None
-        self.queue.begin(cursor, attempt, int(header["step"]), header["fork"] is True)
+        self.queue.begin(cursor, attempt, step, fork)
         for damage in self.queue.damaged[:MAX_PROBLEMS]:
             self.report(f"the rollout log is damaged at {damage.position}: {damage.reason}")
         self._send(client, {"lineage": self.queue.lineage.to_json()})
