@@ -259,8 +259,8 @@ def targets(result: dict[str, Any]) -> list[dict[str, Any]]:
         value = result["rl"]["reward"]["ratio_to_trl"]
         rows.append(target("rl, reward after equal wall time / TRL, median of seeds", value, rl.MIN_RATIO, ">="))
         own = result["rl"]["kills"]["meshwright"]
-        lost = own["skipped"] + own["trained_twice"] + own["rollouts_unaccounted"]
-        rows.append(target("rl, prompts lost or trained twice after ten kills", lost, 0, "<="))
+        lost = own["lost"] + own["trained_twice"] + own["rollouts_unaccounted"]
+        rows.append(target("rl, rollouts lost or trained twice after ten kills", lost, 0, "<="))
     return rows
 
 

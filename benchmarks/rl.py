@@ -4,8 +4,9 @@
   order, with the same tokenizer, reward, sizes and optimizer settings, for the same wall time after their start. They
   alternate by seed. TRL runs in one process; Meshwright has a learner and a generator, one step off. All processes
   compute with one thread, and neither saves checkpoints.
-- `kills`: both save every 5 steps, are killed ten times at the same steps, and resume. The prompts of the surviving
-  steps are compared with those of an undisturbed run.
+- `kills`: both save every 5 steps, are killed ten times at the same steps, and resume. The rollouts of the surviving
+  steps are compared with those of an undisturbed run. TRL runs in two modes: a generation per step, and one for two
+  steps (`steps_per_generation`), whose rollouts are up to one step old as those of Meshwright are.
 - `idle`: the share of its time that a learner waits for rollouts, by the number of generators and the staleness bound.
 
 Without TRL (the extra `bench`), its part is None.
@@ -26,6 +27,7 @@ from typing import Any
 
 from benchmarks.rl_records import (
     compare_histories,
+    load_run_config,
     own_curve,
     own_history,
     peer_curve,
@@ -39,6 +41,7 @@ SEEDS = 5
 SECONDS = 25.0
 """Wall time of a run, from its first request for rollouts."""
 STEPS, SAVE_STEPS, KILLS = 40, 5, 10
+PEER_MODES = {"trl": 1, "trl, steps_per_generation 2": 2}
 IDLE_SECONDS = 12.0
 GENERATORS = (1, 2)
 STALENESS = (0, 1, 3)
@@ -115,7 +118,7 @@ def measure_reward(folder: Path, seeds: int, seconds: float) -> dict[str, Any]:
 
 
 def measure_kills(folder: Path) -> dict[str, Any]:
-    """Prompts that were skipped or trained twice in the steps that survive ten kills, and rollouts made in vain."""
+    """Rollouts lost or trained twice in the steps that survive ten kills, and those that were generated in vain."""
     kills = sorted(random.Random(0).sample(range(2, STEPS - 1), KILLS))
     result: dict[str, Any] = {"kills_at_steps": kills, "steps": STEPS, "saved_every": SAVE_STEPS}
     saving = ["--checkpoint.seconds=0", f"--checkpoint.every={SAVE_STEPS}", "--rl.policy=fixed", "--launch.restarts=20"]
@@ -123,9 +126,11 @@ def measure_kills(folder: Path) -> dict[str, Any]:
     faults = ",".join(f"step.updated:kill@step{step}#{restart}" for restart, step in enumerate(kills))
     undisturbed = run(OWN, spec | {"folder": str(folder / "own")})
     killed = run(OWN, spec | {"folder": str(folder / "own-killed")}, MESHWRIGHT_FAULT=faults)
-    events = rollout_events(folder / "own-killed")
+    events, size = rollout_events(folder / "own-killed"), load_run_config([]).rl.group_size
     counts = events[-1]["counts"]
-    result["meshwright"] = compare_histories(own_history(folder / "own-killed"), own_history(folder / "own"))
+    result["meshwright"] = compare_histories(
+        own_history(folder / "own-killed", size), own_history(folder / "own", size)
+    )
     result["meshwright"] |= {
         "attempts": max(event["attempt"] for event in events),
         "same_digest": undisturbed["digest"] == killed["digest"],
@@ -137,22 +142,22 @@ def measure_kills(folder: Path) -> dict[str, Any]:
         - counts["in_flight"][0]
         - sum(amount[0] for amount in counts["dropped"].values()),
     }
-    result["trl"] = None
-    if has_peer():
-        peer_spec = {"overrides": [], "steps": STEPS, "save_steps": SAVE_STEPS}
-        run(PEER, peer_spec | {"folder": str(folder / "trl")})
-        run(PEER, peer_spec | {"folder": str(folder / "trl-killed"), "kills": kills})
-        result["trl"] = describe_peer(folder / "trl-killed", folder / "trl")
+    for name, steps in PEER_MODES.items():
+        peer_spec = {"overrides": [], "steps": STEPS, "save_steps": SAVE_STEPS, "steps_per_generation": steps}
+        result[name] = None
+        if has_peer():
+            run(PEER, peer_spec | {"folder": str(folder / f"trl-{steps}")})
+            run(PEER, peer_spec | {"folder": str(folder / f"trl-{steps}-killed"), "kills": kills})
+            result[name] = describe_peer(folder / f"trl-{steps}-killed", folder / f"trl-{steps}")
     return result
 
 
 def describe_peer(killed: Path, undisturbed: Path) -> dict[str, Any]:
     records = peer_records(killed)
-    generations = [record for record in records if "rewards" in record]
-    generated = sum(len(record["rewards"]) for record in generations)
-    survived = {record["step"]: record for record in generations}
-    trained = sum(len(record["rewards"]) for record in survived.values())
-    return compare_histories(peer_history(killed), peer_history(undisturbed)) | {
+    generated = sum(len(record["rewards"]) for record in records if "rewards" in record)
+    history = peer_history(killed)
+    trained = sum(len(rollouts) for rollouts in history.values())
+    return compare_histories(history, peer_history(undisturbed)) | {
         "attempts": 1 + max(record["attempt"] for record in records),
         "same_digest": records[-1]["digest"] == peer_records(undisturbed)[-1]["digest"],
         "rollouts_generated": generated,

@@ -1,6 +1,6 @@
 """One run of examples/rl.toml for the benchmark `rl`, in a process of its own: python -m benchmarks.rl_loop SPEC.
 
-SPEC is JSON: `folder` of the run, `overrides` of its settings, and `seconds` after which it stops or `steps` of the run.
+SPEC is JSON: `folder` of the run, `overrides` of its settings, and its `steps`, or `seconds` after which it stops.
 """
 
 from __future__ import annotations

@@ -42,9 +42,12 @@ def own_curve(folder: Path) -> Curve:
     return [(event["time"] - began, statistics.mean(event["rewards"])) for event in events]
 
 
-def own_history(folder: Path) -> dict[int, list[int]]:
-    """Step -> the groups that it has trained; of a step that several attempts have trained, the last one counts."""
-    return {event["step"]: [group[0] for group in event["groups"]] for event in rollout_events(folder)}
+def own_history(folder: Path, group_size: int) -> dict[int, list[int]]:
+    """Step -> the rollouts that it has trained; of a step that several attempts have trained, the last one counts."""
+    return {
+        event["step"]: [number * group_size + index for number, *_ in event["groups"] for index in range(group_size)]
+        for event in rollout_events(folder)
+    }
 
 
 def peer_records(folder: Path) -> list[dict[str, Any]]:
@@ -58,17 +61,18 @@ def peer_curve(folder: Path) -> Curve:
 
 
 def peer_history(folder: Path) -> dict[int, list[int]]:
-    """Step -> the prompts that it has trained, one number per group."""
-    records = [record for record in peer_records(folder) if "rewards" in record]
-    return {record["step"]: list(dict.fromkeys(record["prompts"])) for record in records}
+    """Step -> the rollouts that it has trained, as `own_history`."""
+    return {record["step"]: record["trained"] for record in peer_records(folder) if "trained" in record}
 
 
 def compare_histories(killed: dict[int, list[int]], undisturbed: dict[int, list[int]]) -> dict[str, int]:
-    """Prompts of the surviving timeline against those of an undisturbed run of as many steps."""
+    """Rollouts of the surviving steps against those of an undisturbed run of as many steps. A rollout is one of the
+    completions of a prompt at a position of the prompt stream, whichever policy has generated it.
+    """
     counts = Counter(number for numbers in killed.values() for number in numbers)
     expected = {number for numbers in undisturbed.values() for number in numbers}
     return {
-        "skipped": len(expected - counts.keys()),
+        "lost": len(expected - counts.keys()),
         "trained_twice": sum(count - 1 for count in counts.values()),
-        "steps_with_other_prompts": sum(killed.get(step) != numbers for step, numbers in undisturbed.items()),
+        "steps_with_other_rollouts": sum(killed.get(step) != numbers for step, numbers in undisturbed.items()),
     }

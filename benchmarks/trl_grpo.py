@@ -1,8 +1,9 @@
 """GRPO of TRL on the model, weights, prompts, tokenizer and rewards of a run of Meshwright, for the benchmark `rl`.
 
 python -m benchmarks.trl_grpo SPEC, where SPEC is JSON: `overrides` of examples/rl.toml, `folder` for the records and
-checkpoints, `seconds` or `steps` after which it ends, `save_steps`, and `kills`: the optimizer steps at which attempts
-are killed, one after the other. Every attempt is forked from this process and resumes from the newest checkpoint.
+checkpoints, `seconds` or `steps` after which it ends, `save_steps`, `steps_per_generation`, and `kills`: the optimizer
+steps at which attempts are killed, one after the other. Every attempt is forked from this process and resumes from the
+newest checkpoint. The records have the rewards of every generation, and which rollouts every step has trained.
 """
 
 from __future__ import annotations
@@ -13,16 +14,15 @@ import os
 import signal
 import sys
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-from datasets import Dataset
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
-from trl import GRPOConfig, GRPOTrainer
 
 from benchmarks.rl_records import load_run_config
 from meshwright.config import RunConfig
@@ -37,7 +37,7 @@ END = "<end>"
 MAX_PROMPTS = 1 << 15
 MAX_STEPS = 10_000
 THREADS = 1
-"""As many as each process of a run of Meshwright has. Two are slower for so small a model, and much slower on a busy host."""
+"""As many as each process of a run of Meshwright has. Two are not faster for so small a model."""
 
 
 @dataclass
@@ -49,6 +49,7 @@ class Spec:
     seconds: float = 0.0
     steps: int = 0
     save_steps: int = 0
+    steps_per_generation: int = 1
     kills: list[int] = field(default_factory=list)
 
 
@@ -85,7 +86,7 @@ def train(spec: Spec, attempt: int, kill: int | None) -> None:
         records.write(step=callback.step, prompts=number, completions=completions, rewards=rewards)
         return rewards
 
-    trainer = GRPOTrainer(
+    trainer = recorded_trainer(records)(
         make_model(config), reward, arguments(config, spec), make_dataset(config), None, make_tokenizer()
     )
     trainer.add_callback(callback)
@@ -106,6 +107,32 @@ class Records:
     def write(self, **values: Any) -> None:
         with self.path.open("a") as file:
             file.write(json.dumps({"time": time.time(), "attempt": self.attempt, **values}) + "\n")
+
+
+def recorded_trainer(records: Records) -> Any:
+    """The class of a trainer that records which rollouts a step trains. The id of a rollout travels with its tensors,
+    which TRL shuffles.
+    """
+    from trl import GRPOTrainer
+
+    class RecordedTrainer(GRPOTrainer):  # type: ignore[misc]
+        def _generate_and_score_completions(self, inputs: list[dict[str, Any]]) -> dict[str, Any]:
+            output: dict[str, Any] = super()._generate_and_score_completions(inputs)
+            seen: Counter[int] = Counter()
+            ids = []
+            for row in inputs:
+                ids.append(row["number"] * self.num_generations + seen[row["number"]])
+                seen[row["number"]] += 1
+            output["rollout"] = torch.tensor(ids)
+            return output
+
+        def _prepare_inputs(self, generation_batch: Any) -> dict[str, Any]:
+            inputs: dict[str, Any] = super()._prepare_inputs(generation_batch)
+            if self.model.training:
+                records.write(step=self.state.global_step, trained=sorted(inputs["rollout"].tolist()))
+            return inputs
+
+    return RecordedTrainer
 
 
 class Watch(TrainerCallback):  # type: ignore[misc]
@@ -129,8 +156,10 @@ class Watch(TrainerCallback):  # type: ignore[misc]
             control.should_training_stop = True
 
 
-def arguments(config: RunConfig, spec: Spec) -> GRPOConfig:
+def arguments(config: RunConfig, spec: Spec) -> Any:
     """The settings of the run in TRL's words: one micro-batch per step, which TRL is fastest with."""
+    from trl import GRPOConfig
+
     rl, optimizer = config.rl, config.optimizer
     saving = {"save_strategy": "steps", "save_steps": spec.save_steps} if spec.save_steps else {"save_strategy": "no"}
     return GRPOConfig(
@@ -138,6 +167,7 @@ def arguments(config: RunConfig, spec: Spec) -> GRPOConfig:
         per_device_train_batch_size=config.batch.global_,
         num_generations=rl.group_size,
         gradient_accumulation_steps=1,
+        steps_per_generation=spec.steps_per_generation,
         max_completion_length=rl.completion_tokens,
         temperature=rl.temperature,
         top_k=0,
@@ -178,8 +208,10 @@ def make_model(config: RunConfig) -> Any:
     return model
 
 
-def make_dataset(config: RunConfig) -> Dataset:
+def make_dataset(config: RunConfig) -> Any:
     """The prompts of the run, in its order."""
+    from datasets import Dataset
+
     source = open_prompt_source(config)
     ids = build_stream(config, [source]).sample_ids(np.arange(MAX_PROMPTS, dtype=np.uint64))  # type: ignore[list-item]
     items = [source[int(index)].item for index in ids]
