@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from meshwright.api.python_args import errors_for_python, given_run
 from meshwright.config import BLOCK_SIZES, RunConfig, identity, load_config
 from meshwright.config.device_defaults import with_device_defaults
+from meshwright.config.rl import RLConfig
 from meshwright.errors import CheckpointError, ConfigError, DataError, IdentityError
 from meshwright.launch.user_code.user_code import UserCode
 from meshwright.telemetry.run_folder import RunFolder
@@ -92,6 +93,9 @@ def evaluate_run(
     RunFolder(run).require_own_folders()
     entry = select_intact(run, step)
     config = with_recorded_model(load_config(run, list(overrides), ranks), entry, overrides)
+    if config.rl.enabled:
+        require_other_data(run, config, overrides, user)
+        config = replace(config, rl=RLConfig())
     job, held_out, ids = make_evaluation_job(config, RunFolder(run), user, samples)
     launch = job.config.launch
     with reporting_deletion(entry):
@@ -101,6 +105,16 @@ def evaluate_run(
     loss, tokens, _, metrics = results[0]
     perplexity = math.exp(loss) if loss < 700 else math.inf
     return EvaluationResult(entry.name, entry.step, len(ids), held_out, tokens, loss, perplexity, metrics)
+
+
+def require_other_data(run: Path, config: RunConfig, overrides: Sequence[str], user: UserCode) -> None:
+    """Raises a ConfigError if a run of reinforcement learning is evaluated on its prompts, which have no targets."""
+    names = [override.removeprefix("--") for override in overrides]
+    if user.source is None and not any(name.startswith("data.") for name in names):
+        raise ConfigError(
+            f"{run} was trained with rl.objective = {config.rl.objective}, and its prompts have no targets for a loss",
+            "try other data (--data.path=FILE), or meshwright report RUN for its rewards",
+        )
 
 
 def with_recorded_model(config: RunConfig, entry: CheckpointEntry, overrides: Sequence[str]) -> RunConfig:

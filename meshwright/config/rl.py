@@ -14,6 +14,9 @@ from meshwright.config.constraints import (
     TimeoutSeconds,
 )
 
+TASK_NAMES = ("arithmetic", "strings", "logic")
+"""The tasks that are built in; any other name is that of a user's prompts."""
+
 
 @dataclass(frozen=True)
 class RLConfig:
@@ -74,6 +77,11 @@ class RLConfig:
     @property
     def enabled(self) -> bool:
         return self.objective != "none"
+
+    @property
+    def has_task(self) -> bool:
+        """Whether the prompts of the run are those of a built-in task."""
+        return self.enabled and self.task in TASK_NAMES
 
     @property
     def measured_names(self) -> tuple[str, ...]:

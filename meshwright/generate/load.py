@@ -115,6 +115,18 @@ def fill_model(model: nn.Module, spec: ModelSpec, source: CheckpointTensors, con
             init_shard(tensor, name, tensor.shape, start, spec, config.seed)
 
 
+@torch.no_grad()
+def fill_initial(model: nn.Module, spec: ModelSpec, config: RunConfig) -> None:
+    """Fills a model with the initial values of a run: those of `init_from`, else those of the seed."""
+    base = WeightFolder(config.init_from, config.model) if config.init_from else None
+    for name, tensor in named_tensors(model):
+        start = (0,) * tensor.ndim
+        if base is not None and name in base:
+            tensor.copy_(base.read(name, start, tuple(tensor.shape)))
+        else:
+            init_shard(tensor, name, tensor.shape, start, spec, config.seed)
+
+
 def from_bits(bits: Bits, dtype: str) -> Tensor:
     """The values of elements that are given as unsigned integers of their bits."""
     return torch.from_numpy(bits.view(f"i{bits.itemsize}").copy()).view(getattr(torch, dtype))  # it may be read-only

@@ -10,6 +10,7 @@ from typing import Any, Protocol
 
 from meshwright.config import RunConfig
 from meshwright.config.reader import format_value
+from meshwright.data.character_tokenizer import CharacterTokenizer
 from meshwright.data.sample_text import decode_tokens
 from meshwright.data.token_files import SEPARATOR_BYTE
 from meshwright.data.tokenization import find_end_of_document, find_run_tokenizer, load_tokenizer
@@ -84,10 +85,13 @@ class TokenizerStream:
 
 
 def open_codec(config: RunConfig, folder: Path | None = None, tokenizer: str = "") -> TextCodec:
-    """The codec of a run: `tokenizer`, that of the run's data, of the folder of its weights, or bytes. `folder` is that
-    of an export.
+    """The codec of a run: `tokenizer`, that of the run's data, of the folder of its weights, that of its task of
+    reinforcement learning, or bytes. `folder` is that of an export.
     """
     file = find_run_tokenizer(config, folder, tokenizer)
+    if file is None and config.rl.has_task:
+        characters = CharacterTokenizer()
+        return TextCodec(characters.encode, lambda: TokenizerStream(characters.decode), characters.end)
     if file is None:
         end = None if config.data.end_of_document == "none" else SEPARATOR_BYTE
         return TextCodec(lambda text: list(text.encode()), ByteStream, end)

@@ -6,6 +6,7 @@ import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import cast
 
 import torch
 
@@ -13,8 +14,11 @@ from meshwright.config import Batch, RunConfig
 from meshwright.data.sample_lookup import build_stream
 from meshwright.data.source import Source
 from meshwright.errors import ConfigError
+from meshwright.generate.load import fill_initial
 from meshwright.launch.environment import started_by_torchrun
 from meshwright.launch.initial_weights import with_init_from_folder
+from meshwright.launch.policy_check import check_policy
+from meshwright.launch.scratch_folder import ScratchFolder, remove_stale_folders
 from meshwright.launch.user_code.make_custom_model import (
     UserRun,
     custom_model_config,
@@ -30,14 +34,14 @@ from meshwright.parallel.parallelize import require_spec
 from meshwright.parallel.world import device_type
 from meshwright.rl.generator.policy_model import FamilyPolicy, ModulePolicy, PolicyModel
 from meshwright.rl.rewards.reward_function import RewardFunction
-from meshwright.rl.service.service import RolloutService, private_address
+from meshwright.rl.service.service import RolloutService
 from meshwright.rl.service.setup import RolloutSetup
-from meshwright.rl.tasks.prompt_source import open_prompt_source
+from meshwright.rl.tasks.prompt_source import PromptSource, open_prompt_source
 from meshwright.telemetry.run_folder import RunFolder
 from meshwright.topology.layout import Layout
 from meshwright.trainer.custom_model import CustomModel
 from meshwright.trainer.policy.policy_model import policy_custom_model
-from meshwright.trainer.precision import Precision
+from meshwright.trainer.precision import Precision, set_determinism
 
 
 def validate_rollouts(config: RunConfig, batch: Batch) -> None:
@@ -73,12 +77,16 @@ def open_rollout_code(config: RunConfig, user: UserCode) -> UserRun:
             "try without them, or rl.objective = none",
         )
     dataset = open_dataset(config, user)
-    sources: list[Source] = [open_prompt_source(config, dataset)]
+    if dataset is not None and config.rl.has_task:  # the name of a task stands for its prompts and its tokenizer
+        config = replace(config, rl=replace(config.rl, task=type(dataset).__name__))
+    prompts = open_prompt_source(config, dataset)
+    sources: list[Source] = [prompts]
     custom = make_custom_model(replace(user, source=None), dataset, config.seed)
     if custom is None:
         return UserRun(config, None, sources)
     config = replace(config, custom_model=custom_model_config(custom, user))
     custom = policy_custom_model(custom, config.rl)
+    check_policy(custom, config, prompts.tokenizer.vocab)
     custom = with_init_from_folder(config, custom).with_frozen_groups(config.optimizer)
     require_spec(custom.module, custom.spec, Layout.from_config(config.layout))
     custom.require_init()
@@ -95,19 +103,28 @@ def make_rollout_service(
     reward: RewardFunction,
 ) -> RolloutService:
     """The rollout service of a run; it starts with the first attempt."""
-    (prompts,) = sources
+    prompts = cast(PromptSource, sources[0])  # `open_rollout_code` has opened it
     make_policy = partial(build_policy, config, custom)
     stream = build_stream(config, sources)
-    return RolloutService(RolloutSetup(config, batch, folder, prompts, stream, reward, make_policy, private_address()))
+    remove_stale_folders()
+    # The path of a socket has at most 107 bytes, so it cannot be in the run folder.
+    scratch = ScratchFolder()
+    address = scratch.path / "rollouts"
+    setup = RolloutSetup(config, batch, folder, prompts, stream, reward, make_policy, address)
+    return RolloutService(setup, lambda: scratch.remove())  # the folder exists as long as the object
 
 
 def build_policy(config: RunConfig, custom: CustomModel | None) -> PolicyModel:
     """A policy on the device of a generator, whose weights are then those of a published version."""
     device = torch.device(device_type(config.launch))
+    set_determinism(config.precision, config.launch.threads, device)  # as in the ranks: equal bits need it
     precision = Precision(config.precision, device)
     if custom is None:
-        model = build_empty(config.model, precision.parameters, device, config.lora)
-        return FamilyPolicy(model, lora_spec(config.model, config.lora), precision.autocast)
+        model = build_empty(config.model, precision.parameters, device, config.lora, precision.residual)
+        spec = lora_spec(config.model, config.lora)
+        if config.lora.enabled:  # a policy has the adapters alone
+            fill_initial(model, spec, config)
+        return FamilyPolicy(model, spec, precision.autocast)
     module = copy.deepcopy(custom.module)
     empty = module.to_empty(device=device) if custom.on_meta() else module.to(device)
     return ModulePolicy(empty.to(precision.parameters), precision.autocast)

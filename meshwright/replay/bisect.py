@@ -38,7 +38,8 @@ Starts = tuple[CheckpointEntry | None, CheckpointEntry | None]
 
 def bisect_runs(run: RunFolder, other_run: RunFolder, user: UserCode = NO_USER_CODE) -> RunDifference:
     """Compares the records of two runs, then their common checkpoints, and replays both from the newest state that they
-    share up to the step in which they part. The run folders are only read.
+    share up to the step in which they part. Runs of reinforcement learning are compared without a replay. The run
+    folders are only read.
     """
     runs = ReplaySource.open(run), ReplaySource.open(other_run)
     require_same_model(runs[0].identity["identity"], runs[1].identity["identity"])
@@ -52,6 +53,8 @@ def bisect_runs(run: RunFolder, other_run: RunFolder, user: UserCode = NO_USER_C
     )
     if difference.agree:
         return difference
+    if any(run.config.rl.enabled for run in runs):  # the rollouts of a step are not generated again
+        return measure_checkpoints(difference, different)
     last = last_step(difference)
     first, digests, starts = replay_both(runs, equal, last, user)
     one, other = different or (None, None)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from meshwright.data.source import ConcatenatedSource
+from meshwright.errors import ConfigError
 from meshwright.launch.ranks import run_ranks
 from meshwright.launch.scratch_run import scratch_job
 from meshwright.launch.user_code.user_code import NO_USER_CODE, UserCode
@@ -49,6 +50,11 @@ def replay_step(
     the step in detail. The run folder is only read.
     """
     run = ReplaySource.open(folder, ranks, overrides)
+    if run.config.rl.enabled:
+        raise ConfigError(
+            f"{folder.root} was trained with rl.objective = {run.config.rl.objective}: its steps cannot be replayed",
+            f"try meshwright data show {folder.root} --step {step}, which lists the rollouts of the step",
+        )
     entry = run.checkpoint_before(step)
     with scratch_job(run.config_at(step), folder, entry, user) as job:
         launch = job.config.launch

@@ -97,6 +97,23 @@ class PolicyStore:
     def is_published(self, version: PolicyVersion) -> bool:
         return self._manifest_exists(checkpoint_folder(version.step, version.timeline))
 
+    def is_intact(self, version: PolicyVersion) -> bool:
+        """Whether a policy is, byte for byte, what a learner of this run has published."""
+        try:
+            self._find_intact(version, "")
+        except CheckpointError:
+            return False
+        return True
+
+    def remove(self, version: PolicyVersion) -> None:
+        """Removes a policy; its manifest first, so that a crash in between leaves no partial policy."""
+        folder = checkpoint_folder(version.step, version.timeline)
+        if self._manifest_exists(folder):
+            self.store.remove(f"{folder}/{MANIFEST_FILE}")
+        faults.fail_point("retain.unpublished", version.step)
+        with suppress(FileNotFoundError):  # removed by another process
+            self.store.remove_folder(folder)
+
     @torch.no_grad()
     def load(self, version: PolicyVersion, model: PolicyModel, digest: str = "") -> str:
         """Copies a policy into a model, once every byte is verified, and returns its digest. With a `digest`, that of
@@ -150,12 +167,9 @@ class PolicyStore:
         removed = []
         for version, folder in self._folders():
             if needed and version < max(needed) and version not in needed:
-                if self._manifest_exists(folder):  # first: a crash in between leaves no partial policy
-                    self.store.remove(f"{folder}/{MANIFEST_FILE}")
+                if self._manifest_exists(folder):
                     removed.append(version)
-                faults.fail_point("retain.unpublished", version.step)
-                with suppress(FileNotFoundError):  # removed by another process
-                    self.store.remove_folder(folder)
+                self.remove(version)
         return sorted(removed)
 
     def remove_incomplete(self, version: PolicyVersion) -> None:
@@ -247,6 +261,11 @@ class PolicyPublisher:
         if result.error is not None:
             raise result.error
         return self.saver.parent if self.world.rank == 0 else ""
+
+    def remove_damaged(self, version: PolicyVersion) -> None:
+        """Removes a published policy that is damaged, or of another run, so that `publish` writes it again."""
+        if self.world.rank == 0 and self.policies.is_published(version) and not self.policies.is_intact(version):
+            self.policies.remove(version)
 
     def close(self) -> None:
         self.saver.close()

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from meshwright import faults
-from meshwright.errors import MeshwrightError
+from meshwright.errors import ConfigError, DataError, MeshwrightError
 from meshwright.framing import receive, send
 from meshwright.rl.generator.group import GroupPolicies, build_group
 from meshwright.rl.generator.policy_model import PolicyModel
@@ -52,7 +52,8 @@ def generate_groups(generator: Generator, connection: socket, answer: Mapping[st
         try:
             group = generator.generate(assignment | shared)
         except MeshwrightError as error:
-            send(connection, {"call": "unavailable", "reason": str(error)})
+            final = isinstance(error, ConfigError | DataError)  # a bad prompt or model: that of every generator
+            send(connection, {"call": "unavailable", "reason": str(error), "final": final})
             unavailable = True
             break
         sent[group.group] = group.encode()

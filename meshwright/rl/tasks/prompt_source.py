@@ -12,11 +12,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.config import RunConfig
+from meshwright.data.character_tokenizer import CharacterTokenizer
 from meshwright.data.source import FINGERPRINT_SAMPLES, content_digest, spaced_indices
 from meshwright.errors import ConfigError, DataError, describe_exception
-from meshwright.rl.tasks.registry import TASKS, find_task
+from meshwright.rl.tasks.registry import find_task
 from meshwright.rl.tasks.task import Task
-from meshwright.rl.tasks.tokenizer import CharacterTokenizer, Tokenizer, open_text_tokenizer
+from meshwright.rl.tasks.tokenizer import Tokenizer, open_text_tokenizer
 
 TASK_PROMPTS = 1 << 20
 """Prompts of a task: indices 0 to 2**20 - 1."""
@@ -198,7 +199,7 @@ def open_prompt_source(config: RunConfig, source: Any = None) -> PromptSource:
 
 def open_user_prompts(config: RunConfig, source: Any, longest: int) -> UserPrompts:
     """Reads some of the user's prompts, so that most mistakes are found before a generator starts."""
-    name = config.rl.task if config.rl.task not in TASKS else type(source).__name__
+    name = type(source).__name__ if config.rl.has_task else config.rl.task
     tokenizer = open_text_tokenizer(config)
     if tokenizer.end is not None and tokenizer.end >= config.model.vocab:
         raise vocab_error(tokenizer.end + 1, config.model.vocab, "the end token of the tokenizer")

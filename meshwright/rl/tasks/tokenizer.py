@@ -1,6 +1,4 @@
-"""The tokenizers of prompts and completions: one token per character for the tasks, else bytes or a tokenizer.json.
-Torch-free.
-"""
+"""The tokenizers of a user's prompts and completions: bytes, or a tokenizer.json. Torch-free."""
 
 from __future__ import annotations
 
@@ -9,15 +7,8 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from meshwright.config import RunConfig
+from meshwright.data.character_tokenizer import UNKNOWN, before_end
 from meshwright.data.tokenization import find_run_tokenizer, load_tokenizer, open_encoder
-from meshwright.errors import DataError
-
-CHARACTERS = "0123456789abcdefghijklmnopqrstuvwxyz +-*=()&|!^"
-"""The characters of the tasks; that with index i is token i + 1."""
-END = 0
-"""The token that ends a completion."""
-UNKNOWN = "\ufffd"
-"""The text of a token that has none."""
 
 
 class Tokenizer(Protocol):
@@ -35,25 +26,6 @@ class Tokenizer(Protocol):
     def decode(self, tokens: Sequence[int]) -> str:
         """The text of a completion, up to the end token and without it. Token ids without a text are U+FFFD."""
         ...
-
-
-class CharacterTokenizer:
-    """One token per character, for the tasks: few tokens, so that a small model can learn by rewards alone."""
-
-    vocab = len(CHARACTERS) + 1
-    end: int | None = END
-    digest = f"characters {CHARACTERS}"
-
-    def encode(self, text: str) -> list[int]:
-        """Raises DataError for a character that has no token."""
-        unknown = sorted(set(text) - set(CHARACTERS))
-        if unknown:
-            raise DataError(f"the text {text!r} has the character {unknown[0]!r}", f"expected only {CHARACTERS!r}")
-        return [CHARACTERS.index(character) + 1 for character in text]
-
-    def decode(self, tokens: Sequence[int]) -> str:
-        kept = before_end(tokens, self.end)
-        return "".join(CHARACTERS[token - 1] if 0 < token < self.vocab else UNKNOWN for token in kept)
 
 
 class TextTokenizer:
@@ -75,11 +47,6 @@ class TextTokenizer:
 
     def decode(self, tokens: Sequence[int]) -> str:
         return self.decode_tokens([int(token) for token in before_end(tokens, self.end)])
-
-
-def before_end(tokens: Sequence[int], end: int | None) -> Sequence[int]:
-    """The tokens before the first end token."""
-    return next((tokens[:index] for index, token in enumerate(tokens) if token == end), tokens)
 
 
 def open_text_tokenizer(config: RunConfig) -> TextTokenizer:

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from meshwright.data.character_tokenizer import CHARACTERS, END, UNKNOWN, CharacterTokenizer
 from meshwright.errors import ConfigError, DataError
 from meshwright.rl.tasks.answer_reward import EXACT, LENGTH, PREFIX, VALID, answer_reward
 from meshwright.rl.tasks.prompt_source import TASK_PROMPTS, TaskPrompts
 from meshwright.rl.tasks.registry import TASKS, find_task
-from meshwright.rl.tasks.tokenizer import CHARACTERS, END, UNKNOWN, CharacterTokenizer
 
 INDICES = st.integers(0, TASK_PROMPTS - 1)
 LEVELS = [(task, level) for task in TASKS for level in range(1, 10)]
