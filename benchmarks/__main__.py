@@ -24,6 +24,7 @@ from benchmarks import (
     pipeline,
     readers,
     recovery,
+    rl,
     rollout_log,
     sampler,
     sampling,
@@ -53,6 +54,7 @@ PACKAGES = (
     "obstore",
     "s3fs",
     "moto",
+    "trl",
 )
 BENCHMARKS = (
     "throughput",
@@ -75,6 +77,7 @@ BENCHMARKS = (
     "traces",
     "object_store",
     "rollout_log",
+    "rl",
 )
 
 
@@ -134,6 +137,8 @@ def main() -> None:
         result["object_store"] = object_store.measure()
     if "rollout_log" in args.only:
         result["rollout_log"] = rollout_log.measure()
+    if "rl" in args.only:
+        result["rl"] = rl.measure()
     result["targets"] = targets(result)
     result["machine"] |= {"load_at_end": round(os.getloadavg()[0], 2), "seconds": round(time.monotonic() - start, 1)}
     text = json.dumps(result, indent=1)
@@ -250,6 +255,12 @@ def targets(result: dict[str, Any]) -> list[dict[str, Any]]:
             for peer, bound in bounds.items():
                 value = row["ratio_to"][peer]["median"]
                 rows.append(target(f"rollout log, appends of {group} records / {peer}", value, bound, ">="))
+    if "rl" in result:
+        value = result["rl"]["reward"]["ratio_to_trl"]
+        rows.append(target("rl, reward after equal wall time / TRL, median of seeds", value, rl.MIN_RATIO, ">="))
+        own = result["rl"]["kills"]["meshwright"]
+        lost = own["lost"] + own["trained_twice"] + own["rollouts_unaccounted"]
+        rows.append(target("rl, rollouts lost or trained twice after ten kills", lost, 0, "<="))
     return rows
 
 
