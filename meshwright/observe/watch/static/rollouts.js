@@ -16,11 +16,11 @@ const TITLES = {
 export class Rollouts {
   constructor(section, options) {
     this.section = section;
-    this.facts = el("div", { class: "account" });
+    this.facts = el("div", { class: "account", style: { marginBottom: "14px" } });
     this.box = el("div", { class: "charts" });
     section.querySelector(".body").append(this.facts, this.box);
     this.charts = Object.fromEntries(Object.entries(TITLES).map(([name, title]) => [name, new StepChart(this.box, title,
-      { ...options(name === "clip_share" ? format.percent : format.number, name !== "entropy"), full: name === "reward" })]));
+      { ...options(name === "clip_share" ? format.percent : format.number, !["reward", "entropy"].includes(name)), full: name === "reward" })]));
   }
 
   /** Shows the account of the selected run. */
@@ -47,11 +47,11 @@ export class Rollouts {
         el("span", { class: "swatch", style: { background: `var(--${FATE_COLORS[name] || "grey"})` } }),
         el("span", {}, name.replace("_", " ")), el("b", {}, format.integer(amount[0])),
         el("span", { class: "faint" }, `${format.percent(amount[1] / (tokens || 1))} of the tokens`)))),
-      el("dl", { class: "facts" }, [
+      el("ul", { class: "legend" }, [
         ["generators", format.integer(rollouts.generators)],
-        ["generators wait for the learner", `${format.percent(rollouts.generator_idle)} of their time`],
-        ["the learner waits for rollouts", `${format.percent(rollouts.learner_idle)} of the step time`],
-      ].map(([name, value]) => [el("dt", {}, name), el("dd", {}, value)])),
+        ["generators wait for the learner in", `${format.percent(rollouts.generator_idle)} of their time`],
+        ["the learner waits for rollouts in", `${format.percent(rollouts.learner_idle)} of the step time`],
+      ].map(([name, value]) => el("li", {}, el("span", { class: "faint" }, name), el("b", {}, value)))),
       rollouts.problems.map((problem) => el("p", { class: "note" }, problem)));
   }
 
