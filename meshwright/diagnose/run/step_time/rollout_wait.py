@@ -34,7 +34,7 @@ def find(history: RunHistory) -> Iterator[Finding]:
             "rollouts",
             "learner waits",
             f"the learner waits {learner:.0%} of the step time for rollouts: generation is slower than training",
-            learner,
+            learner / 2,  # what twice as many generators can win back
             "high",
             phase="fetch",
             evidence=evidence,
