@@ -278,7 +278,7 @@ def test_several_hosts_and_torchrun_are_refused(monkeypatch):
     config = rl_config("--launch.hosts=2", ranks=2)
     with pytest.raises(ConfigError, match="several hosts or under torchrun is unsupported"):
         validate_rollouts(config, validate(config)[1])
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     config = rl_config()
     with pytest.raises(ConfigError, match="several hosts or under torchrun is unsupported"):
