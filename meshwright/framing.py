@@ -47,9 +47,9 @@ def receive_exactly(connection: socket.socket, count: int) -> bytearray:
     return content
 
 
-def check_lengths(packed: Buffer) -> tuple[int, int]:
+def check_lengths(packed: Buffer, max_content: int = MAX_CONTENT_BYTES) -> tuple[int, int]:
     text_bytes, content_bytes = LENGTHS.unpack(packed)
-    if text_bytes > MAX_HEADER_BYTES or content_bytes > MAX_CONTENT_BYTES:
+    if text_bytes > MAX_HEADER_BYTES or content_bytes > max_content:
         raise PeerEnded("a message is too long")
     return text_bytes, content_bytes
 
@@ -57,7 +57,7 @@ def check_lengths(packed: Buffer) -> tuple[int, int]:
 def parse_header(text: Buffer) -> dict[str, Any]:
     try:
         header = json.loads(bytes(text))
-    except ValueError:
+    except (ValueError, RecursionError):
         raise PeerEnded("a message is not JSON") from None
     if not isinstance(header, dict):
         raise PeerEnded("a message is not a record")
@@ -67,8 +67,9 @@ def parse_header(text: Buffer) -> dict[str, Any]:
 class MessageAssembler:
     """Assembles messages from the bytes of a socket that is read as they arrive, for a server with many clients."""
 
-    def __init__(self) -> None:
-        self.buffer = bytearray()
+    def __init__(self, max_content: int = MAX_CONTENT_BYTES) -> None:
+        """A message with more than `max_content` bytes of content is refused before they are read."""
+        self.buffer, self.max_content = bytearray(), max_content
 
     def receive_available(self, connection: socket.socket) -> Iterator[Message]:
         """Reads once from a socket that is ready, and yields the messages that are complete."""
@@ -77,7 +78,7 @@ class MessageAssembler:
             raise PeerEnded("the other process has ended")
         self.buffer += block
         while len(self.buffer) >= LENGTHS.size:
-            text_bytes, content_bytes = check_lengths(self.buffer[: LENGTHS.size])
+            text_bytes, content_bytes = check_lengths(self.buffer[: LENGTHS.size], self.max_content)
             start, end = LENGTHS.size + text_bytes, LENGTHS.size + text_bytes + content_bytes
             if len(self.buffer) < end:
                 return

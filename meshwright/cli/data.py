@@ -1,4 +1,4 @@
-"""`meshwright data`: writes token shards, and looks up which samples a step reads and which steps read a sample."""
+"""`meshwright data`: writes token shards, and looks up the samples or rollouts of a step, and the steps of one."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from meshwright.cli.args import Json, Run, flag, option, positional
 from meshwright.cli.output import emit
+from meshwright.errors import ConfigError
 
 DOCUMENT_LINE = "--- end of document ---"
 """What `data show --text` prints between two documents."""
@@ -48,9 +49,16 @@ def data_show(
     tokenizer: Annotated[str, option("FILE", "tokenizer.json of token files, for --text")] = "",
     json: Json = False,
 ) -> None:
-    """Data show: list the samples of a step in global order."""
+    """Data show: list the samples of a step in global order; of a run that trains on rollouts, its rollouts."""
     from meshwright.data.sample_lookup import open_sample_lookup
+    from meshwright.history.rollout_lookup import is_rollout_run, open_rollout_lookup
 
+    if is_rollout_run(run):
+        from meshwright.observe.rollout_text import show_text
+
+        shown = open_rollout_lookup(run, tokenizer).show(step, rank)
+        emit(json, shown, show_text(shown))
+        return
     answer = open_sample_lookup(run).show(step, rank)
     where = f"step {step}" + (f" rank {rank}" if rank is not None else "")
     lines = [f"{where}: {' '.join(map(str, answer['samples']))}"]
@@ -66,18 +74,38 @@ def data_show(
 
 def data_find(
     run: Run,
-    sample: Annotated[int, option("ID", "id of the sample")],
+    sample: Annotated[int | None, option("ID", "id of the sample, or of the prompt of rollouts")] = None,
+    rollout: Annotated[str, option("ID", "id of a rollout, such as 12.3@1.7, or the number of a group")] = "",
     epochs: Annotated[int, option("N", "number of epochs to search")] = 3,
+    tokenizer: Annotated[str, option("FILE", "tokenizer.json of the prompts, for --rollout")] = "",
     json: Json = False,
 ) -> None:
-    """Data find: list the steps and ranks that read a sample, epoch by epoch."""
+    """Data find: list the steps and ranks that read a sample, or say what became of a rollout."""
     from meshwright.data.sample_lookup import open_sample_lookup
+    from meshwright.history.rollout_lookup import is_rollout_run, open_rollout_lookup
 
+    if (sample is None) == (not rollout):
+        raise ConfigError("data find takes one of --sample and --rollout", "expected --sample ID or --rollout ID")
+    if rollout:
+        if not is_rollout_run(run):
+            raise ConfigError(f"{run} is not the folder of a run that trains on rollouts", "expected --sample ID")
+        from meshwright.observe.rollout_text import find_text
+
+        found = open_rollout_lookup(run, tokenizer).find(rollout)
+        emit(json, found, find_text(found))
+        return
+    assert sample is not None
     answer = open_sample_lookup(run).find(sample, epochs)
     lines = [f"sample {sample} is index {answer['source_index']} of {answer['source']}"]
     lines += ["it is held out for evaluation: training never reads it"] if answer["held_out"] else []
-    lines += [
-        "epoch {epoch}: step {step}, rank {rank}, micro-step {micro_step} (position {position})".format(**occurrence)
-        for occurrence in answer["occurrences"]
-    ]
+    if is_rollout_run(run):  # a group is a position in the stream of prompts; the step of a group is not fixed before
+        answer["occurrences"] = [{"epoch": each["epoch"], "group": each["position"]} for each in answer["occurrences"]]
+        lines += [
+            "epoch {epoch}: group {group} (try --rollout {group})".format(**each) for each in answer["occurrences"]
+        ]
+    else:
+        lines += [
+            "epoch {epoch}: step {step}, rank {rank}, micro-step {micro_step} (position {position})".format(**each)
+            for each in answer["occurrences"]
+        ]
     emit(json, answer, "\n".join(lines))

@@ -105,6 +105,7 @@ FIELDS: dict[str, dict[str, Callable[[Any], Any]]] = {
     "attempt_end": {},
     "command_end": {},
     "events_lost": {"count": integer, "message": text},
+    "rollout_problem": {"message": text},
 }
 """kind -> the fields that are kept besides kind, attempt, rank and time"""
 

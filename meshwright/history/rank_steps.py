@@ -54,6 +54,10 @@ class StepTotals:
         self.buckets += np.searchsorted(np.sort(new.seconds), (*STEP_SECONDS, np.inf), side="right")
 
 
+def ignore(_event: Event) -> None:
+    """Takes a record that nobody reads."""
+
+
 class RankSteps:
     """The steps of one rank as far as they were kept; `update` reads what was appended, and passes on other records."""
 
@@ -73,13 +77,15 @@ class RankSteps:
     def table(self) -> StepTable:
         return self._rows.table()
 
-    def update(self, receive: Callable[[Event], None]) -> StepTable:
-        """Reads what was appended since the last call, and returns the steps in it."""
+    def update(self, receive: Callable[[Event], None], receive_step: Callable[[Event], None] = ignore) -> StepTable:
+        """Reads what was appended since the last call, and returns the steps in it. `receive_step` takes the records
+        of the steps that are kept, in full.
+        """
         lines = self._tail.new_lines()
         if not self._started:
             lines = self._first_lines()
         for line in lines:
-            self._add(line, receive)
+            self._add(line, receive, receive_step)
         self._started = True
         new = self._rows.take_new()
         self.totals.add(new)
@@ -96,7 +102,7 @@ class RankSteps:
         lines = self._tail.new_lines()
         yield from lines if stride == 1 else thinned(lines, stride)
 
-    def _add(self, line: bytes, receive: Callable[[Event], None]) -> None:
+    def _add(self, line: bytes, receive: Callable[[Event], None], receive_step: Callable[[Event], None]) -> None:
         if line.startswith(STEP) and len(line) > MAX_STEP_LINE_BYTES:
             return
         event = parse_event(line)
@@ -106,6 +112,7 @@ class RankSteps:
             receive(event)
         else:
             self._rows.append(event)
+            receive_step(event)
 
 
 def thinned(lines: Iterator[bytes], stride: int) -> Iterator[bytes]:

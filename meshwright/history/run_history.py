@@ -15,7 +15,8 @@ from meshwright.history.checkpoints import CheckpointHistory, CheckpointRecords
 from meshwright.history.clean_events import FIELDS, EventList, InvalidField, clean_event, integer
 from meshwright.history.event_tail import EventTail, FileReplaced
 from meshwright.history.liveness import MAX_NAMES, Liveness, event_ranks
-from meshwright.history.rank_steps import RankSteps, StepTotals
+from meshwright.history.rank_steps import RankSteps, StepTotals, ignore
+from meshwright.history.rollouts import RolloutHistory
 from meshwright.history.step_table import StepRows, StepTable
 from meshwright.io import MAX_JSON_BYTES, read_json, read_regular_file
 from meshwright.telemetry.events import Event
@@ -65,6 +66,8 @@ class RunHistory:
         self.evaluations, self.save_failures, self.stragglers = EventList(), EventList(), EventList()
         self.hangs, self.bad_samples, self.nonfinite = EventList(), EventList(), EventList()
         self.callback_failures, self.lost_events = EventList(), EventList()
+        self.rollouts = RolloutHistory()
+        """the rollouts of a run of reinforcement learning"""
         self.attempts: list[AttemptHistory] = []
         """the attempts, oldest first"""
         self.checkpoints: list[CheckpointHistory] = []
@@ -180,7 +183,8 @@ class RunHistory:
             attempt.read_incident(self.folder)
 
     def _read_rank(self, records: RankSteps) -> None:
-        new = records.update(lambda event: self._receive(event, records.rank))
+        receive_step = self.rollouts.receive_step if records.rank == 0 else ignore
+        new = records.update(lambda event: self._receive(event, records.rank), receive_step)
         if len(new):
             self._rank_attempts[records.rank] = int(new.attempt[-1])
         if records.rank == 0:
@@ -197,6 +201,8 @@ class RunHistory:
     def _receive(self, event: Event, rank: int) -> None:
         """Takes a record other than a step."""
         kind = event.get("kind")
+        if rank == 0:
+            self.rollouts.receive(event)
         if kind == "start":
             self._receive_start(event, rank)
         elif kind == "counters":

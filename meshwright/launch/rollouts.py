@@ -6,6 +6,7 @@ import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import cast
 
 import torch
 
@@ -17,6 +18,7 @@ from meshwright.generate.load import fill_initial
 from meshwright.launch.environment import started_by_torchrun
 from meshwright.launch.initial_weights import with_init_from_folder
 from meshwright.launch.policy_check import check_policy
+from meshwright.launch.scratch_folder import ScratchFolder, remove_stale_folders
 from meshwright.launch.user_code.make_custom_model import (
     UserRun,
     custom_model_config,
@@ -32,14 +34,14 @@ from meshwright.parallel.parallelize import require_spec
 from meshwright.parallel.world import device_type
 from meshwright.rl.generator.policy_model import FamilyPolicy, ModulePolicy, PolicyModel
 from meshwright.rl.rewards.reward_function import RewardFunction
-from meshwright.rl.service.service import RolloutService, private_address
+from meshwright.rl.service.service import RolloutService
 from meshwright.rl.service.setup import RolloutSetup
-from meshwright.rl.tasks.prompt_source import open_prompt_source
+from meshwright.rl.tasks.prompt_source import PromptSource, open_prompt_source
 from meshwright.telemetry.run_folder import RunFolder
 from meshwright.topology.layout import Layout
 from meshwright.trainer.custom_model import CustomModel
 from meshwright.trainer.policy.policy_model import policy_custom_model
-from meshwright.trainer.precision import Precision
+from meshwright.trainer.precision import Precision, set_determinism
 
 
 def validate_rollouts(config: RunConfig, batch: Batch) -> None:
@@ -101,18 +103,24 @@ def make_rollout_service(
     reward: RewardFunction,
 ) -> RolloutService:
     """The rollout service of a run; it starts with the first attempt."""
-    (prompts,) = sources
+    prompts = cast(PromptSource, sources[0])  # `open_rollout_code` has opened it
     make_policy = partial(build_policy, config, custom)
     stream = build_stream(config, sources)
-    return RolloutService(RolloutSetup(config, batch, folder, prompts, stream, reward, make_policy, private_address()))
+    remove_stale_folders()
+    # The path of a socket has at most 107 bytes, so it cannot be in the run folder.
+    scratch = ScratchFolder()
+    address = scratch.path / "rollouts"
+    setup = RolloutSetup(config, batch, folder, prompts, stream, reward, make_policy, address)
+    return RolloutService(setup, lambda: scratch.remove())  # the folder exists as long as the object
 
 
 def build_policy(config: RunConfig, custom: CustomModel | None) -> PolicyModel:
     """A policy on the device of a generator, whose weights are then those of a published version."""
     device = torch.device(device_type(config.launch))
+    set_determinism(config.precision, config.launch.threads, device)  # as in the ranks: equal bits need it
     precision = Precision(config.precision, device)
     if custom is None:
-        model = build_empty(config.model, precision.parameters, device, config.lora)
+        model = build_empty(config.model, precision.parameters, device, config.lora, precision.residual)
         spec = lora_spec(config.model, config.lora)
         if config.lora.enabled:  # a policy has the adapters alone
             fill_initial(model, spec, config)

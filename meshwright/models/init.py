@@ -44,10 +44,14 @@ def set_trainable(model: nn.Module, spec: ModelSpec) -> nn.Module:
 
 
 def build_empty(
-    config: ModelConfig, dtype: torch.dtype, device: torch.device | str, lora: LoraConfig = NO_LORA
+    config: ModelConfig,
+    dtype: torch.dtype,
+    device: torch.device | str,
+    lora: LoraConfig = NO_LORA,
+    residual: torch.dtype | None = None,
 ) -> nn.Module:
     """The configured model on a device, with memory and without values."""
-    model = build_on_meta(config, dtype, lora).to_empty(device=device)
+    model = build_on_meta(config, dtype, lora, residual).to_empty(device=device)
     for copy, owner in lora_spec(config, lora).tied.items():  # to_empty allocates separate storage for each module
         module, _, name = copy.rpartition(".")
         model.get_submodule(module).register_parameter(name, model.get_parameter(owner))

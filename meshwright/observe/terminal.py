@@ -15,11 +15,10 @@ from meshwright.config import RunConfig
 from meshwright.history.step_table import RECENT_STEPS
 from meshwright.io import format_bytes, format_clock
 from meshwright.observe.console import make_console
+from meshwright.observe.rollout_progress import rollout_fields
+from meshwright.observe.run_header import header
 from meshwright.telemetry.events import Event
-from meshwright.version import __version__
 
-MAX_GROUPS = 8
-"""The process groups of an axis, or hosts, that the header lists."""
 MIN_BAR, MAX_BAR = 4, 32
 """The cells of the progress bar."""
 EXPOSED_STYLE = "red"
@@ -41,6 +40,8 @@ class Terminal:
         self.config, self.folder, self.attempt = config, folder, attempt
         self.console = make_console(stream)
         self.recent: deque[Event] = deque(maxlen=RECENT_STEPS)
+        self.rollouts: deque[Event] = deque(maxlen=RECENT_STEPS)
+        """the newest `rollouts` records of a run of reinforcement learning, with the seconds of their steps"""
         self.steps, self.unit = config.steps, "tokens"
         self.live: Live | None = None
         self.checkpoint: Event | None = None
@@ -74,11 +75,22 @@ class Terminal:
 
     def _step(self, event: Event) -> None:
         self.recent.append(event)
+        metrics = metric_fields(event)
+        if self.rollouts and self.rollouts[-1]["step"] == event["step"]:
+            self.rollouts[-1]["step_seconds"] = event["seconds"]
+            metrics = rollout_fields(event, self.rollouts)
         if self.live is not None:
             width = self.console.width
-            self.live.update(live_line(list(self.recent), self.steps, width, self.checkpoint, self.unit))
+            self.live.update(live_line(list(self.recent), self.steps, width, self.checkpoint, self.unit, metrics))
         elif event["step"] % self.config.log_every == 0 or event["step"] + 1 == self.steps:
-            self.print(plain_line(list(self.recent), self.steps, self.checkpoint, self.unit))
+            self.print(plain_line(list(self.recent), self.steps, self.checkpoint, self.unit, metrics))
+
+    def _rollouts(self, event: Event) -> None:
+        shares = ("step", "wait_seconds", "generator_seconds", "generator_idle_seconds")
+        self.rollouts.append({name: event[name] for name in shares})
+
+    def _rollout_problem(self, event: Event) -> None:
+        self.print(f"rollouts: {event['message']}", "yellow")
 
     def _counters(self, event: Event) -> None:
         rows = [row for row in event["communication"] if row["axis"] != "control"]
@@ -188,71 +200,6 @@ class JsonLines:
         pass
 
 
-def header(config: RunConfig, folder: Path, attempt: int, start: Event) -> list[str]:
-    """Returns the lines that describe a run before its first step."""
-    model, optimizer = config.model, config.optimizer
-    heads = f"{model.heads} heads ({model.kv_heads} kv heads)"
-    shape = f"{model.layers} layers, width {model.width}, {heads}, ffn {model.ffn}, vocab {model.vocab:,}"
-    experts = f", {model.experts} experts ({model.experts_active} active)" if model.experts else ""
-    tokens = config.batch.global_ * config.data.sequence
-    threads = f"{start['threads']} thread{'s' if start['threads'] > 1 else ''} each"
-    data = f"{', '.join(start['sources'])}: {start['samples']:,} samples, {start['held_out']:,} held out"
-    kind, schedule = start.get("optimizer", optimizer.kind), start.get("schedule", config.schedule.kind)
-    update = f"{kind}, lr {optimizer.lr:g} {schedule}, clip {optimizer.clip:g}"
-    precision = start["precision"] + (" with float8" if start.get("float8") else "")
-    lines = [
-        f"meshwright {__version__}  run {folder}  attempt {attempt}",
-        f"  model   {start['parameters']:,} parameters" + (f": {shape}{experts}" if start["decoder"] else ""),
-        f"  data    {data}; {start['epoch_steps']:,} steps per epoch",
-        f"  batch   {start['batch']}" + (f" ({tokens:,} tokens per step)" if start["decoder"] else ""),
-        f"  train   {config.steps:,} steps, {update}, {precision}, seed {config.seed}",
-        f"  ranks   {start['ranks']} on {start['device']}, {threads}; {start['layout']}; torch {start['torch']}",
-        *mesh_lines(start),
-        *pipeline_lines(start),
-        *(f"  spec    {line}" for line in start.get("inferred", ())),
-        *(f"  note    {note}" for note in start.get("notes", ())),
-        f"  config  {folder / 'run.toml'}  identity {start['identity']}  placement {start['placement']}",
-    ]
-    if not start.get("supervised", True):
-        lines.append("  watch   torchrun supervises the ranks: Meshwright does not report hangs and stragglers here")
-    return lines
-
-
-def mesh_lines(start: Event) -> list[str]:
-    """Returns the process groups of each axis, and the ranks of each host."""
-    groups: dict[str, list[list[int]]] = start.get("groups", {})
-    hosts: dict[str, list[int]] = {}
-    for rank, host in enumerate(start.get("hosts", ())):
-        hosts.setdefault(host, []).append(rank)
-    lines: list[str] = []
-    for axis, members in groups.items():
-        sharding = f" ({start['shard']})" if axis == "shard" else ""
-        shown = " ".join(f"[{format_ranks(ranks)}]" for ranks in members[:MAX_GROUPS])
-        more = f" and {len(members) - MAX_GROUPS} more" if len(members) > MAX_GROUPS else ""
-        lines.append(f"  {'mesh' if not lines else '':<7} {axis} {len(members[0])}{sharding}: ranks {shown}{more}")
-    if hosts:
-        shown = "; ".join(f"{host}: ranks {format_ranks(ranks)}" for host, ranks in list(hosts.items())[:MAX_GROUPS])
-        lines.append(f"  hosts   {shown}")
-    return lines
-
-
-def pipeline_lines(start: Event) -> list[str]:
-    """Returns the pipeline schedule with the in-flight micro-batches and the bubble that it predicts for rank 0."""
-    if not (pipeline := start.get("pipeline")):
-        return []
-    stages = ", ".join(f"{stage} (blocks {first}-{last})" for stage, (first, last) in pipeline["stages"].items())
-    bubble = f", bubble {pipeline['bubble']:.0%}" if pipeline["bubble"] is not None else ""
-    in_flight = f"{pipeline['live']} micro-batches in flight"
-    return [f"  pipe    {pipeline['schedule']}: rank 0 has stages {stages}, {in_flight}{bubble}"]
-
-
-def format_ranks(ranks: list[int]) -> str:
-    """Formats a list of ranks: "0-7", or "0,8,..,56"."""
-    if len(ranks) > 1 and ranks == list(range(ranks[0], ranks[-1] + 1)):
-        return f"{ranks[0]}-{ranks[-1]}"
-    return ",".join(map(str, ranks)) if len(ranks) <= 4 else f"{ranks[0]},{ranks[1]},..,{ranks[-1]}"
-
-
 def steady_steps(recent: list[Event]) -> list[Event]:
     """Returns the steps of the window without the warm-up step and without steps slowed down by counters or the
     profiler; all steps if no others are left.
@@ -306,14 +253,21 @@ def restored_source(event: Event) -> str:
     return f" from the memory of {named} at step {event['step']}; {newest}"
 
 
-def plain_line(recent: list[Event], steps: int, checkpoint: Event | None = None, unit: str = "tokens") -> str:
+def plain_line(
+    recent: list[Event],
+    steps: int,
+    checkpoint: Event | None = None,
+    unit: str = "tokens",
+    metrics: list[str] | None = None,
+) -> str:
+    """Returns one line for the newest step; `metrics` are its fields beside the loss, by default every metric."""
     event = recent[-1]
     seconds_per_step, tokens_per_second = rates(recent)
     shares = phase_shares(recent).items()
     fields = [
         f"{event['step'] + 1:>6} of {steps} steps done",
         f"loss {format_value(event['loss'], '.4f')}",
-        *metric_fields(event),
+        *(metric_fields(event) if metrics is None else metrics),
         f"lr {event['lr']:.2e}",
         f"grad norm {format_value(event['grad_norm'], '.3f')}",
         f"{tokens_per_second:,.0f} {unit}/s",
@@ -326,17 +280,23 @@ def plain_line(recent: list[Event], steps: int, checkpoint: Event | None = None,
 
 
 def live_line(
-    recent: list[Event], steps: int, width: int, checkpoint: Event | None = None, unit: str = "tokens"
+    recent: list[Event],
+    steps: int,
+    width: int,
+    checkpoint: Event | None = None,
+    unit: str = "tokens",
+    metrics: list[str] | None = None,
 ) -> Text:
     """Returns a progress bar and as many fields as fit into `width` columns, the most important ones first."""
     event, shares = recent[-1], phase_shares(recent)
+    metrics = metric_fields(event) if metrics is None else metrics
     done = event["step"] + 1
     seconds_per_step, tokens_per_second = rates(recent)
     # In the order of the line; the number is the order in which the fields are given space.
     fields: list[tuple[float, str, str]] = [
         (0, f"{done}/{steps} steps", "bold"),
         (1, f"loss {format_value(event['loss'], '.4f')}", "bold"),
-        *((1 + number / 100, text, "bold") for number, text in enumerate(metric_fields(event), 1)),
+        *((1 + number / 100, text, "bold") for number, text in enumerate(metrics, 1)),
         (7, f"grad norm {format_value(event['grad_norm'], '.2f')}", ""),
         (8, f"lr {event['lr']:.1e}", ""),
         (3, f"{tokens_per_second:,.0f} {unit}/s", ""),

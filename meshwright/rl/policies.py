@@ -27,6 +27,7 @@ from meshwright.checkpoint.saver import CheckpointMetadata, CheckpointSaver
 from meshwright.checkpoint.state import CheckpointState
 from meshwright.checkpoint.verify import find_damage
 from meshwright.config import BLOCK_SIZES, BlockSizes, CheckpointConfig
+from meshwright.config.rl import RLConfig
 from meshwright.errors import CheckpointError
 from meshwright.generate.load import check_base, from_bits, named_tensors
 from meshwright.io import sync_folder
@@ -35,7 +36,7 @@ from meshwright.rl.generator.policy_model import PolicyModel
 from meshwright.rl.version import PolicyVersion
 from meshwright.store.interface import Store
 from meshwright.store.object_store import ObjectStore
-from meshwright.store.posix import PosixStore
+from meshwright.store.posix import PosixCalls, PosixStore
 from meshwright.telemetry.run_folder import RunFolder
 from meshwright.topology.layout import Layout
 from meshwright.weights.checkpoint_tensors import CheckpointTensors
@@ -51,15 +52,34 @@ class DamagedPolicy(CheckpointError):
     """A published policy is not, byte for byte, what the learner has written, or does not fit the model."""
 
 
-def open_policy_store(folder: RunFolder, create: bool = False) -> Store:
-    """Where the policies of a run are: RUN/policies, in its folder or its object store. A learner passes `create`."""
+class UnsyncedCalls(PosixCalls):
+    """System calls without fsync: a file outlives its process, and may be lost with the power of the machine."""
+
+    def sync(self, file: int) -> None:
+        pass
+
+    def sync_folder(self, path: str) -> None:
+        pass
+
+
+def policies_outlive_power(config: RLConfig) -> bool:
+    """Whether a resumed run needs policies that it cannot publish again from its checkpoint: the reference policy, and
+    those of groups whose version is fixed.
+    """
+    return config.kl > 0 or (config.policy == "fixed" and config.staleness > 0)
+
+
+def open_policy_store(folder: RunFolder, create: bool = False, durable: bool = True) -> Store:
+    """Where the policies of a run are: RUN/policies, in its folder or its object store. A learner passes `create`, and
+    `durable` if policies must outlive the power of the machine: every fsync delays the next rollouts.
+    """
     if url := folder.url:
         return ObjectStore(f"{url.rstrip('/')}/{POLICIES_FOLDER}")
     root = folder.root / POLICIES_FOLDER
     if create:
         root.mkdir(exist_ok=True)
         sync_folder(folder.root)
-    return PosixStore(root)
+    return PosixStore(root, None if durable else UnsyncedCalls())
 
 
 class PolicyStore:
@@ -76,6 +96,23 @@ class PolicyStore:
 
     def is_published(self, version: PolicyVersion) -> bool:
         return self._manifest_exists(checkpoint_folder(version.step, version.timeline))
+
+    def is_intact(self, version: PolicyVersion) -> bool:
+        """Whether a policy is, byte for byte, what a learner of this run has published."""
+        try:
+            self._find_intact(version, "")
+        except CheckpointError:
+            return False
+        return True
+
+    def remove(self, version: PolicyVersion) -> None:
+        """Removes a policy; its manifest first, so that a crash in between leaves no partial policy."""
+        folder = checkpoint_folder(version.step, version.timeline)
+        if self._manifest_exists(folder):
+            self.store.remove(f"{folder}/{MANIFEST_FILE}")
+        faults.fail_point("retain.unpublished", version.step)
+        with suppress(FileNotFoundError):  # removed by another process
+            self.store.remove_folder(folder)
 
     @torch.no_grad()
     def load(self, version: PolicyVersion, model: PolicyModel, digest: str = "") -> str:
@@ -130,18 +167,22 @@ class PolicyStore:
         removed = []
         for version, folder in self._folders():
             if needed and version < max(needed) and version not in needed:
-                if self._manifest_exists(folder):  # first: a crash in between leaves no partial policy
-                    self.store.remove(f"{folder}/{MANIFEST_FILE}")
+                if self._manifest_exists(folder):
                     removed.append(version)
-                faults.fail_point("retain.unpublished", version.step)
-                with suppress(FileNotFoundError):  # removed by another process
-                    self.store.remove_folder(folder)
+                self.remove(version)
         return sorted(removed)
 
     def remove_incomplete(self, version: PolicyVersion) -> None:
-        """Removes what a rank that was killed has left of a publication."""
+        """Removes what a rank that was killed has left of a publication, or what a loss of power has left of a policy
+        that was published.
+        """
         folder = checkpoint_folder(version.step, version.timeline)
-        if not self._manifest_exists(folder) and self.store.list_names(folder):
+        published = self._manifest_exists(folder)
+        if published and not find_damage(read_entry(self.store, folder, version.step, version.timeline)):
+            return
+        if published:
+            self.store.remove(f"{folder}/{MANIFEST_FILE}")
+        if self.store.list_names(folder):
             self.store.remove_folder(folder)
 
     def _folders(self) -> list[tuple[PolicyVersion, str]]:
@@ -221,6 +262,11 @@ class PolicyPublisher:
             raise result.error
         return self.saver.parent if self.world.rank == 0 else ""
 
+    def remove_damaged(self, version: PolicyVersion) -> None:
+        """Removes a published policy that is damaged, or of another run, so that `publish` writes it again."""
+        if self.world.rank == 0 and self.policies.is_published(version) and not self.policies.is_intact(version):
+            self.policies.remove(version)
+
     def close(self) -> None:
         self.saver.close()
 
@@ -228,8 +274,8 @@ class PolicyPublisher:
         """The answer of rank 0, which removes what a killed attempt has left of the version."""
         published = False
         if self.world.rank == 0:
-            published = self.policies.is_published(version)
             self.policies.remove_incomplete(version)
+            published = self.policies.is_published(version)
         return bool(self.world.broadcast_object(published, "published policy"))
 
     def _digest(self, version: PolicyVersion) -> str:

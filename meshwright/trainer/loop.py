@@ -146,7 +146,9 @@ class Training:
             write_run_folder(job.folder, without_device_defaults(job.config, job.given or job.config), self.identity)
         if self.rollouts is not None:
             parameters = partial(collect_state, self.module, self.saved, {})
-            self.rollouts.begin(self.done, self.lineage, self.resume.manifest_facts(), parameters)
+            self.rollouts.signal_seen = self.signals.received
+            first = max(1, self.identity["forked_by"])
+            self.rollouts.begin(self.done, self.lineage, self.resume.manifest_facts(), parameters, first)
         self.batches = loader.steps(self.done, self.config.steps)
         job.observer.on_start(self)
         self.callbacks.begin(self.done, self.log)

@@ -110,6 +110,7 @@ class ResumeState:
             recorder.noise.restore(owner_state["noise"])
         if self.rollouts is not None:
             self.rollouts.restored = manifest.data
+            self.rollouts.forked = manifest.timeline != self.lineage.timeline
 
     def validate(self, manifest: Manifest) -> None:
         """Raises an error, with both values, for a checkpoint of another run. A fork takes the tensors of an earlier

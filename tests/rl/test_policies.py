@@ -43,7 +43,7 @@ def publish(module: torch.nn.Module, folder, *versions: PolicyVersion, **options
         publisher.close()
 
 
-def store_of(folder) -> PolicyStore:
+def open_policies(folder) -> PolicyStore:
     return PolicyStore(PosixStore(folder), LINEAGE.run)
 
 
@@ -57,9 +57,9 @@ V0, V1, V2 = PolicyVersion(1, 0), PolicyVersion(1, 1), PolicyVersion(2, 1)
 def test_loaded_policy_has_the_bits_and_the_digest_of_the_published_one(tmp_path):
     published, target = family_policy(seed=1), family_policy(seed=2)
     (digest,) = publish(published.module, tmp_path, V1)
-    assert store_of(tmp_path).load(V1, target, digest) == digest
+    assert open_policies(tmp_path).load(V1, target, digest) == digest
     assert weights_digest(target.module) == weights_digest(published.module)
-    assert store_of(tmp_path).versions() == [V1]
+    assert open_policies(tmp_path).versions() == [V1]
 
 
 def test_policy_of_a_user_module_is_loaded_by_the_names_of_the_module(tmp_path):
@@ -69,7 +69,7 @@ def test_policy_of_a_user_module_is_loaded_by_the_names_of_the_module(tmp_path):
         for tensor in (*module.parameters(), *module.buffers()):
             tensor += 1
     publish(module, tmp_path, V1, prefix="model.")
-    store_of(tmp_path).load(V1, target)
+    open_policies(tmp_path).load(V1, target)
     expected = module.state_dict()
     assert all(torch.equal(tensor, expected[name]) for name, tensor in target.module.state_dict().items())
 
@@ -77,13 +77,13 @@ def test_policy_of_a_user_module_is_loaded_by_the_names_of_the_module(tmp_path):
 def test_version_that_is_not_published_is_unavailable(tmp_path):
     publish(family_policy().module, tmp_path, V1)
     with pytest.raises(PolicyUnavailable, match=r"policy 2\.1 is not published"):
-        store_of(tmp_path).load(V2, family_policy())
+        open_policies(tmp_path).load(V2, family_policy())
 
 
 def test_policy_with_another_digest_is_refused(tmp_path):
     (digest,) = publish(family_policy().module, tmp_path, V1)
     with pytest.raises(DamagedPolicy, match=f"has digest {digest}, expected {'0' * 32}"):
-        store_of(tmp_path).load(V1, family_policy(), "0" * 32)
+        open_policies(tmp_path).load(V1, family_policy(), "0" * 32)
 
 
 def test_damaged_policy_is_refused_with_its_file(tmp_path):
@@ -94,7 +94,7 @@ def test_damaged_policy_is_refused_with_its_file(tmp_path):
     content[-5] ^= 1
     shard.write_bytes(content)
     with pytest.raises(DamagedPolicy, match=rf"policy 1\.1 is damaged: {shard.name}.*expected.*found"):
-        store_of(tmp_path).load(V1, family_policy())
+        open_policies(tmp_path).load(V1, family_policy())
 
 
 def test_policy_of_another_run_is_refused(tmp_path):
@@ -106,7 +106,7 @@ def test_policy_of_another_run_is_refused(tmp_path):
 def test_policy_of_another_model_is_refused(tmp_path):
     publish(torch.nn.Linear(3, 2), tmp_path, V1)
     with pytest.raises(DamagedPolicy, match="does not fit the model: it has bias, which the model does not have"):
-        store_of(tmp_path).load(V1, family_policy())
+        open_policies(tmp_path).load(V1, family_policy())
 
 
 def test_version_is_published_once(tmp_path):
@@ -117,7 +117,7 @@ def test_version_is_published_once(tmp_path):
 
 def test_retention_keeps_needed_and_later_versions(tmp_path):
     publish(family_policy().module, tmp_path, V0, V1, V2, PolicyVersion(2, 2))
-    store = store_of(tmp_path)
+    store = open_policies(tmp_path)
     assert store.remove_except([]) == []
     assert store.remove_except([V0, V2]) == [V1]
     assert store.versions() == [V0, V2, PolicyVersion(2, 2)]
@@ -138,7 +138,7 @@ def test_publication_that_is_killed_is_complete_or_absent(tmp_path, point):
         finally:
             os._exit(1)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == -signal.SIGKILL
-    store, target = store_of(tmp_path), family_policy(seed=4)
+    store, target = open_policies(tmp_path), family_policy(seed=4)
     if point == "save.after_publish":
         store.load(V1, target)
     else:
@@ -154,7 +154,7 @@ def test_failed_publication_is_reported(tmp_path, monkeypatch):
     monkeypatch.setattr(faults, "ARMED_FAULTS", faults.parse_faults("save.write:enospc@step1"))
     with pytest.raises(CheckpointError, match="No space left on device"):
         publish(family_policy().module, tmp_path, V1)
-    assert store_of(tmp_path).versions() == []
+    assert open_policies(tmp_path).versions() == []
 
 
 def publish_sharded(world: World, folder: str) -> str:
@@ -176,5 +176,5 @@ def test_policy_of_a_sharded_learner_is_loaded_whole(tmp_path):
     digest, other = run_ranks(publish_sharded, 2, str(tmp_path))
     assert other == ""
     target = family_policy(seed=6)
-    store_of(tmp_path).load(V1, target, digest)
+    open_policies(tmp_path).load(V1, target, digest)
     assert weights_digest(target.module) == weights_digest(family_policy(seed=5).module)

@@ -19,7 +19,7 @@ from meshwright.observe.report.compared_figures import ReportRow, mean_of
 from meshwright.observe.report.headlines import headlines
 from meshwright.observe.report.profiled_steps import profiled_exposure
 from meshwright.observe.report.run_report import Report
-from meshwright.observe.terminal import format_ranks
+from meshwright.observe.run_header import format_ranks
 from meshwright.planner.exact.compare import VolumeComparison
 
 MISMATCH_STYLE = "bold red"

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from meshwright.rl.generator.policy_model import PolicyModel
-from meshwright.rl.generator.sampling import Completion, ModelSampler, Sampler, SamplingSettings
+from meshwright.rl.generator.sampling import Completion, GroupSampler, ModelSampler, SamplingSettings
 from meshwright.rl.generator.scoring import MicroBatchShape, score
 from meshwright.rl.rollout import LogProbs, Rollout, RolloutGroup, Tokens
 from meshwright.rl.version import PolicyVersion
@@ -26,7 +26,7 @@ class GroupPolicies:
     """the policy of the version that the group is assigned; its scoring pass gives the recorded log-probabilities"""
     reference: PolicyModel | None = None
     """the initial weights of the run; None: the objective does not use them"""
-    sampler: Sampler | None = None
+    sampler: GroupSampler | None = None
     """samples in place of the policy, such as a server with the same weights"""
 
 

@@ -47,7 +47,7 @@ class Completion:
     """whether it has reached its limit without an end token"""
 
 
-class Sampler(Protocol):
+class GroupSampler(Protocol):
     """Samples the completions of a group: a model in this process, or a server."""
 
     def sample_group(

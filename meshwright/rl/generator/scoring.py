@@ -20,13 +20,10 @@ import torch
 from numpy.typing import NDArray
 
 from meshwright.config import IGNORE_INDEX
-from meshwright.errors import ConfigError
 from meshwright.rl.generator.policy_model import PolicyModel
 from meshwright.rl.logprobs import token_logprobs
 from meshwright.rl.rollout import LogProbs, Tokens
-
-PADDING = 0
-"""The token after the end of a row; no label refers to it, and no earlier position attends to it."""
+from meshwright.rl.rows import PADDING, completion_row
 
 
 @dataclass(frozen=True)
@@ -45,19 +42,9 @@ def group_tokens(
     """The rows of a group, (rollouts, sequence): tokens, and labels. The label of a position is the token after it if
     that belongs to the completion, else IGNORE_INDEX.
     """
-    tokens = np.full((len(completions), sequence), PADDING, np.int64)
-    labels = np.full((len(completions), sequence), IGNORE_INDEX, np.int64)
-    for row, completion in enumerate(completions):
-        length = len(prompt) + len(completion)
-        if not len(prompt) or length > sequence:
-            raise ConfigError(
-                f"a rollout has {len(prompt)} tokens of a prompt and {len(completion)} of a completion, and a row has "
-                f"{sequence}",
-                f"expected a prompt, and data.sequence of at least {length}",
-            )
-        tokens[row, :length] = np.concatenate((prompt, completion))
-        labels[row, len(prompt) - 1 : length - 1] = completion
-    return tokens, labels
+    prompt = np.asarray(prompt, np.int32)
+    rows = [completion_row(prompt, completion, sequence) for completion in completions]
+    return np.stack([tokens for tokens, _ in rows]), np.stack([labels for _, labels in rows])
 
 
 def score(
@@ -71,12 +58,12 @@ def score(
     tokens, labels = group_tokens(prompt, completions, shape.sequence)
     rows: list[NDArray[np.float64]] = []
     for start in range(0, len(completions), shape.micro):
-        micro_tokens = np.full((shape.micro, shape.sequence), PADDING, np.int64)
-        micro_labels = np.full((shape.micro, shape.sequence), IGNORE_INDEX, np.int64)
+        padded_tokens = np.full((shape.micro, shape.sequence), PADDING, np.int64)
+        padded_labels = np.full((shape.micro, shape.sequence), IGNORE_INDEX, np.int64)
         count = min(shape.micro, len(completions) - start)
-        micro_tokens[:count] = tokens[start : start + count]
-        micro_labels[:count] = labels[start : start + count]
-        rows += list(score_micro_batch(model, micro_tokens, micro_labels, temperature)[:count])
+        padded_tokens[:count] = tokens[start : start + count]
+        padded_labels[:count] = labels[start : start + count]
+        rows += list(score_micro_batch(model, padded_tokens, padded_labels, temperature)[:count])
     first = len(prompt) - 1
     return [row[first : first + len(completion)] for row, completion in zip(rows, completions, strict=True)]
 

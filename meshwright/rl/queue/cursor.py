@@ -8,6 +8,7 @@ from typing import Any
 
 from meshwright.rl.log.interface import START, LogPosition
 from meshwright.rl.queue.counts import RolloutCounts
+from meshwright.rl.queue.settings import RolloutQueueError
 from meshwright.rl.version import PolicyLineage, PolicyVersion
 
 MAX_GROUPS = 1 << 22
@@ -42,6 +43,15 @@ class RolloutCursor:
         lineage = PolicyLineage.begin(timeline)
         versions = ((0, lineage.version(0)),) if fixed else ()
         return cls(0, 0, lineage, START, RolloutCounts(), (), versions)
+
+    def fork(self, timeline: int, fixed: bool) -> RolloutCursor:
+        """The cursor of a fork, which begins at the same step and group, and drops what is in flight: other settings
+        may have generated it.
+        """
+        counts = self.counts.drop("lost_timeline", self.counts.in_flight)
+        lineage = PolicyLineage.begin(timeline)
+        versions = ((self.frontier, lineage.version(self.step)),) if fixed else ()
+        return RolloutCursor(self.step, self.frontier, lineage, self.position, counts, (), versions)
 
     @property
     def policies(self) -> set[PolicyVersion]:
@@ -91,6 +101,28 @@ class RolloutCursor:
         rollouts = self.counts.in_flight.rollouts
         if bool(groups) != bool(rollouts) or (groups and rollouts % len(groups)):
             raise ValueError("the rollouts in flight are not those of the groups in flight")
+
+
+def resume_cursor(
+    cursor: RolloutCursor | None, timeline: int, step: int, fixed: bool, fork: bool
+) -> tuple[RolloutCursor, PolicyLineage]:
+    """The cursor that an attempt begins with, and its lineage. `cursor` is that of the checkpoint, None for step 0."""
+    if cursor is None:
+        cursor = RolloutCursor.initial(timeline, fixed)
+        lineage = cursor.lineage
+    else:
+        if timeline <= cursor.lineage.timeline:
+            message = f"attempt {timeline} resumes from a checkpoint of attempt {cursor.lineage.timeline}"
+            raise RolloutQueueError(message, "expected a larger number for every attempt of a run")
+        cursor = cursor.fork(timeline, fixed) if fork else cursor
+        lineage = cursor.lineage if fork else cursor.lineage.resume(timeline, step)
+    if cursor.step != step:
+        message = f"an attempt resumes at step {step} with the rollout cursor of step {cursor.step}"
+        raise RolloutQueueError(message, "expected the cursor of the checkpoint that the attempt resumes from")
+    if fixed != bool(cursor.versions):
+        message = f"rl.policy is {'fixed' if fixed else 'newest'}, and the rollout cursor is one of the other policy"
+        raise RolloutQueueError(message, "expected the settings of the run that wrote the checkpoint")
+    return cursor, lineage
 
 
 def natural(value: Any) -> int:

@@ -13,7 +13,7 @@ from meshwright.errors import DataError
 from meshwright.rl.log.interface import DamagedRecord, LogPosition, RolloutLog
 from meshwright.rl.queue.assignment_pool import AssignmentPool
 from meshwright.rl.queue.counts import Amount
-from meshwright.rl.queue.cursor import RolloutCursor
+from meshwright.rl.queue.cursor import RolloutCursor, resume_cursor
 from meshwright.rl.queue.group_window import GroupWindow
 from meshwright.rl.queue.settings import FilterBudgetExceeded, QueueSettings, RolloutQueueError
 from meshwright.rl.queue.step_batch import Assignment, GroupHeader, Receipt, StepBatch, Verdict
@@ -48,27 +48,14 @@ class RolloutQueue:
 
     # An attempt of the learner.
 
-    def begin(self, cursor: RolloutCursor | None, timeline: int, step: int) -> None:
-        """Begins an attempt of the learner, from the cursor of its checkpoint, or from step 0 without one.
+    def begin(self, cursor: RolloutCursor | None, timeline: int, step: int, fork: bool = False) -> None:
+        """Begins an attempt of the learner, from the cursor of its checkpoint, or from step 0 without one. A fork takes
+        no rollout of the timelines before it.
 
         What is in the log after the cursor was generated for an attempt that is lost. Its records remain valid where
         their policy version is on the lineage.
         """
-        fixed = self.settings.policy == "fixed"
-        if cursor is None:
-            cursor = RolloutCursor.initial(timeline, fixed)
-            lineage = cursor.lineage
-        else:
-            lineage = cursor.lineage.resume(timeline, step)
-            if timeline <= cursor.lineage.timeline:
-                message = f"attempt {timeline} resumes from a checkpoint of attempt {cursor.lineage.timeline}"
-                raise RolloutQueueError(message, "expected a larger number for every attempt of a run")
-        if cursor.step != step:
-            message = f"an attempt resumes at step {step} with the rollout cursor of step {cursor.step}"
-            raise RolloutQueueError(message, "expected the cursor of the checkpoint that the attempt resumes from")
-        if fixed != bool(cursor.versions):
-            message = f"rl.policy is {self.settings.policy}, and the rollout cursor is one of the other policy"
-            raise RolloutQueueError(message, "expected the settings of the run that wrote the checkpoint")
+        cursor, lineage = resume_cursor(cursor, timeline, step, self.settings.policy == "fixed", fork)
         self._lineage = lineage
         self._step = step  # completed steps
         self._next_step = step  # the next step whose batch is not formed yet
@@ -130,7 +117,8 @@ class RolloutQueue:
         except InvalidRollout as error:
             self._damaged.append(DamagedRecord(position, None, str(error)))
             return None
-        if reason := self._invalid(group):
+        # before a fork, the settings may have been others
+        if self.lineage.contains(group.version) and (reason := self._invalid(group)):
             raise DataError(f"rollout log, {position}: {reason}", "try the rollout log of this run, with its settings")
         return GroupHeader.of(group, position)
 
@@ -240,6 +228,11 @@ class RolloutQueue:
             self._window.extend(permitted + deficit, self.lineage.version(self._step))
             for group in range(permitted, self._window.end):
                 self._pool.put(group)
+
+    @property
+    def damaged(self) -> tuple[DamagedRecord, ...]:
+        """The records of the log that this attempt could not read. Those of groups in flight are generated again."""
+        return tuple(self._damaged)
 
     # Generators.
 

@@ -91,7 +91,7 @@ def fork_child(run: Callable[[socket.socket], None]) -> ChildProcess:
             run(theirs)
         except BaseException as error:  # noqa: BLE001  a forked process must not return into the code of its parent
             with suppress(Exception):
-                print(f"meshwright: a process of the reward failed: {error!r}", file=sys.stderr, flush=True)
+                print(f"meshwright: a forked process failed: {error!r}", file=sys.stderr, flush=True)
         finally:
             os._exit(1)
     theirs.close()

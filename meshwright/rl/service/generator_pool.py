@@ -11,7 +11,7 @@ from pathlib import Path
 from socket import socket
 
 from meshwright import faults
-from meshwright.io import create_file
+from meshwright.io import open_descriptor, open_regular_file, write_error
 from meshwright.rl.rewards.child_process import ChildProcess, describe_status, fork_child
 from meshwright.rl.service.server import RolloutServer
 
@@ -30,6 +30,7 @@ class Place:
     incarnation: int = 0
     ends_in_a_row: int = 0
     start_after: float = 0.0
+    started: float = 0.0
 
     @property
     def name(self) -> str:
@@ -54,21 +55,36 @@ class GeneratorPool:
             for client in server.clients.values()
             if client.generator and client.pending is None and client.since and now - client.since > self.timeout
         }
+        connected = {client.generator for client in server.clients.values()}
         for place in self.places:
             if place.name in server.useful:
                 place.ends_in_a_row = 0
+            starting = place.process is not None and place.name not in connected
+            server.progress += starting
             if place.process is not None and place.name in late:
                 server.report(f"{place.name} was killed: a group took more than {self.timeout:g} s")
+                place.process.kill(5.0)
+            elif place.process is not None and starting and now - place.started > self.timeout:
+                server.report(f"{place.name} was killed: it had not connected after {self.timeout:g} s")
                 place.process.kill(5.0)
             if place.process is not None and (status := place.process.wait()) is not None:
                 self._ended(place, status, server)
             if place.process is None and now >= place.start_after and place.ends_in_a_row < MAX_ENDS_IN_A_ROW:
                 self._start(place)
         if self.places and all(place.ends_in_a_row >= MAX_ENDS_IN_A_ROW for place in self.places):
-            tail = self.log(self.places[0].number).read_bytes()[-LOG_TAIL_BYTES:].decode(errors="replace").strip()
-            last = tail.splitlines()[-1] if tail else "it printed nothing"
+            last = self._last_line()
             return f"every generator ended {MAX_ENDS_IN_A_ROW} times in a row without a group: {last}"
         return ""
+
+    def _last_line(self) -> str:
+        """What the first generator printed last."""
+        try:
+            with open_regular_file(self.log(self.places[0].number)) as file:
+                file.seek(-min(LOG_TAIL_BYTES, file.seek(0, os.SEEK_END)), os.SEEK_END)
+                lines = file.read().decode(errors="replace").strip().splitlines()
+        except OSError:  # the folder is gone, or the disk was full
+            lines = []
+        return lines[-1] if lines else "it printed nothing"
 
     def log(self, number: int) -> Path:
         return self.folder / f"generator-{number:04d}.log"
@@ -89,6 +105,7 @@ class GeneratorPool:
             self.start(name)
 
         place.process = fork_child(run)
+        place.started = time.monotonic()
 
     def close(self) -> None:
         for place in self.places:
@@ -97,8 +114,13 @@ class GeneratorPool:
 
 
 def redirect_output(log: Path) -> None:
-    """Appends standard output and error of this process to a file, including what native code prints."""
-    file = create_file(log, os.O_WRONLY | os.O_APPEND)
+    """Appends standard output and error of this process to a file, including what native code prints. The file is there
+    already where an earlier process had this place.
+    """
+    try:
+        file = open_descriptor(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    except OSError as error:
+        raise write_error(log, error) from None
     os.dup2(file, 1)
     os.dup2(file, 2)
     os.close(file)

@@ -1,9 +1,10 @@
-"""A generator process: asks for a group, loads its policy, samples, scores, rewards, and sends the group."""
+"""A generator process: asks for groups, loads their policy, samples, scores, rewards, and sends each."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping, Sequence
+from socket import socket
 from typing import Any
 
 import torch
@@ -36,23 +37,37 @@ def run_generator(setup: RolloutSetup, name: str) -> None:
             send(connection, {"call": "hello", "generator": name})
             while True:
                 send(connection, {"call": "assign"})
-                assignment, _ = receive(connection)
-                try:
-                    group = generator.generate(assignment)
-                except (ConfigError, DataError) as error:  # a bad prompt or model: that of every generator
-                    send(connection, {"call": "failed", "error": [error.message, error.hint]})
-                    time.sleep(RETRY_SECONDS)
-                    continue
-                except MeshwrightError as error:
-                    send(connection, {"call": "unavailable", "reason": str(error)})
-                    time.sleep(RETRY_SECONDS)
-                    continue
-                content = group.encode()
-                while True:
-                    send(connection, {"call": "group"}, content)
-                    if receive(connection)[0]["verdict"] != "retry":
-                        break
-                    time.sleep(RETRY_SECONDS)
+                answer, _ = receive(connection)
+                generate_groups(generator, connection, answer)
+
+
+def generate_groups(generator: Generator, connection: socket, answer: Mapping[str, Any]) -> None:
+    """Generates the groups of an answer and sends each at once: the service writes one while the next is generated.
+    Returns when all are durable or refused.
+    """
+    sent: dict[int, bytes] = {}
+    shared = {"run": answer["run"], "reference": answer["reference"]}
+    unavailable = False
+    for assignment in answer["groups"]:
+        try:
+            group = generator.generate(assignment | shared)
+        except MeshwrightError as error:
+            final = isinstance(error, ConfigError | DataError)  # a bad prompt or model: that of every generator
+            send(connection, {"call": "unavailable", "reason": str(error), "final": final})
+            unavailable = True
+            break
+        sent[group.group] = group.encode()
+        send(connection, {"call": "group"}, sent[group.group])
+    while sent:
+        verdicts = [receive(connection)[0] for _ in sent]
+        again = {int(verdict["group"]) for verdict in verdicts if verdict["verdict"] == "retry"}
+        sent = {number: content for number, content in sent.items() if number in again}
+        if sent:
+            time.sleep(RETRY_SECONDS)
+        for content in sent.values():
+            send(connection, {"call": "group"}, content)
+    if unavailable:
+        time.sleep(RETRY_SECONDS)
 
 
 class Generator:

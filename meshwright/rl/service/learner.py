@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,17 @@ def connect(address: Path, seconds: float = CONNECT_SECONDS) -> socket.socket:
             time.sleep(RETRY_SECONDS)
 
 
+def answers(address: Path, seconds: float) -> bool:
+    """Whether the service answers within so many seconds."""
+    try:
+        with connect(address, seconds) as connection:
+            connection.settimeout(seconds)
+            send(connection, {"call": "ping"})
+            return bool(receive(connection)[0])
+    except (OSError, MeshwrightError):
+        return False
+
+
 class LearnerClient:
     """The requests of rank 0. The service answers them one after the other."""
 
@@ -41,10 +54,13 @@ class LearnerClient:
         self.attempt, self.beat, self.notify = attempt, beat, notify
         self.connection = connect(address)
         self.connection.settimeout(ANSWER_SECONDS)
+        self.progress = self.asked = -1
 
-    def begin(self, run: str, cursor: dict[str, Any] | None, step: int) -> PolicyLineage:
-        """Begins the attempt at `step`, with the cursor of the checkpoint that it resumes from."""
-        answer = self._ask({"call": "begin", "run": run, "cursor": cursor, "step": step})
+    def begin(self, run: str, cursor: dict[str, Any] | None, step: int, fork: bool = False) -> PolicyLineage:
+        """Begins the attempt at `step`, with the cursor of the checkpoint that it resumes from or forks."""
+        self.connection.settimeout(None)  # the service scans the log, which may be long; the watchdog watches this rank
+        answer = self._ask({"call": "begin", "run": run, "cursor": cursor, "step": step, "fork": fork})
+        self.connection.settimeout(ANSWER_SECONDS)
         return PolicyLineage.from_json(answer["lineage"])
 
     def publish(self, version: PolicyVersion, digest: str) -> list[PolicyVersion]:
@@ -52,29 +68,48 @@ class LearnerClient:
         answer = self._ask({"call": "publish", "version": version.to_json(), "digest": digest})
         return [PolicyVersion.from_json(value) for value in answer["needed"]]
 
-    def batch(self, step: int) -> dict[str, Any]:
-        """Waits for the batch of a step."""
-        return self._ask({"call": "batch", "step": step})
+    def batch(self, step: int, seconds: float = math.inf) -> dict[str, Any] | None:
+        """Waits at most this long for the batch of a step. None: it is not complete yet, and may be asked for again."""
+        with self._errors():
+            if self.asked != step:
+                send(self.connection, {"call": "batch", "step": step, "attempt": self.attempt})
+                self.asked = step
+            deadline = time.monotonic() + seconds
+            while (answer := self._receive()) is None:
+                if time.monotonic() > deadline:
+                    return None
+            return answer
 
     def _ask(self, request: dict[str, Any]) -> dict[str, Any]:
-        progress = -1
-        try:
+        with self._errors():
             send(self.connection, request | {"attempt": self.attempt})
-            while True:
-                answer, _ = receive(self.connection)
-                for problem in answer.get("problems", ()):
-                    self.notify(problem)
-                if "waiting" not in answer:
-                    break
-                if answer["waiting"] != progress:
-                    progress = answer["waiting"]
-                    self.beat()
-        except OSError as error:
-            raise MeshwrightError(f"the rollout service has ended or does not answer: {error}") from None
+            while (answer := self._receive()) is None:
+                pass
+            return answer
+
+    def _receive(self) -> dict[str, Any] | None:
+        """The next answer; None for a message which says that the service still waits."""
+        answer, _ = receive(self.connection)
+        for problem in answer.get("problems", ()):
+            self.notify(problem)
         if "error" in answer:
             message, hint = answer["error"]
             raise DataError(message, hint)
-        return answer
+        if "waiting" not in answer:
+            return answer
+        if answer["waiting"] != self.progress:
+            self.progress = answer["waiting"]
+            self.beat()
+        return None
+
+    @contextmanager
+    def _errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise MeshwrightError(
+                f"the rollout service has ended or does not answer: {error}", "try rollouts/service.log of the run"
+            ) from None
 
     def close(self) -> None:
         self.connection.close()

@@ -13,10 +13,12 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 from meshwright.errors import MeshwrightError
 from meshwright.framing import MessageAssembler, PeerEnded, send
+from meshwright.rl.log.frames import MAX_RECORD_BYTES
 from meshwright.rl.log.interface import RolloutLog
 from meshwright.rl.log.open_log import open_rollout_log
 from meshwright.rl.queue.cursor import RolloutCursor
@@ -30,8 +32,12 @@ SEND_SECONDS = 10.0
 REPORT_SECONDS = 0.5
 """The interval at which a waiting learner learns that generators make progress."""
 MAX_PROBLEMS = 20
-MAX_UNAVAILABLE = 30
-"""Policies in a row that generators may fail to load, about one per second and generator, before the run ends."""
+MAX_GROUP_BYTES = MAX_RECORD_BYTES
+"""Size limit of an encoded group, as in the rollout log: a message with more is not read."""
+MAX_UNAVAILABLE = 10
+"""Assignments in a row whose policy no generator could load, after which the attempt ends."""
+MAX_GROUPS = 8
+"""Groups that a generator is assigned at once, at most: a generator that dies loses the ones that it has not sent."""
 
 
 @dataclass
@@ -39,9 +45,11 @@ class Client:
     """A connection."""
 
     connection: socket.socket
-    assembler: MessageAssembler = field(default_factory=MessageAssembler)
+    assembler: MessageAssembler = field(default_factory=partial(MessageAssembler, MAX_GROUP_BYTES))
     generator: str = ""
     """the name of a generator; empty for the learner"""
+    learner: bool = False
+    """whether it has begun an attempt"""
     pending: dict[str, Any] | None = None
     """the request that is not answered yet"""
     since: float = 0.0
@@ -67,16 +75,19 @@ class RolloutServer:
         self.digests: dict[PolicyVersion, str] = {}
         """the digests of the published policies that may be assigned"""
         self.progress = 0
-        """the number of messages of generators: a learner that waits while it grows does not hang"""
+        """grows while generators work: a learner that waits meanwhile does not hang"""
+        self.last_problem = ""
         self.problems: list[str] = []
         """what went wrong since the learner last asked, for its events"""
         self.arrived: list[tuple[Client, RolloutGroup]] = []
         self.useful: set[str] = set()
         """the generators that are connected and have sent a group"""
         self.unavailable = 0
-        """how often in a row a generator could not load its policy"""
-        self.failure: list[str] = []
-        """why no generator can generate the next groups: what happened, and a hint"""
+        """assignments in a row whose policy could not be loaded"""
+        self.failure = ""
+        """why no generator can generate the next groups, whoever tries"""
+        self.unwritten_since = 0.0
+        """since when the rollout log cannot be written; 0: it can"""
         self.last_report = 0.0
         self.retired = {"idle": 0.0, "connected": 0.0}
         """seconds of generators that have disconnected"""
@@ -92,13 +103,12 @@ class RolloutServer:
         for key, _ in self.selector.select(seconds):
             if key.fileobj is self.listener:
                 self._accept()
-            else:
-                self._read(self.clients[key.fd])
+            elif (client := self.clients.get(key.fd)) is not None:  # or it was disconnected in this turn
+                self._read(client)
         self._append()
         if self.queue is not None:
             self._assign()
-        ended = self.watch(self)
-        self._answer_learners([ended, ""] if ended else self.failure)
+        self._answer_learners(self.watch(self))
 
     def _accept(self) -> None:
         with suppress(BlockingIOError):
@@ -111,29 +121,31 @@ class RolloutServer:
         try:
             for header, content in client.assembler.receive_available(client.connection):
                 self._handle(client, header, bytes(content))
-        except (OSError, KeyError, TypeError, ValueError) as error:
+        except MeshwrightError as error:  # a request that the queue refuses
+            self._send(client, {"error": [error.message, error.hint]})
+        except (OSError, KeyError, TypeError, ValueError, OverflowError) as error:
             if not isinstance(error, PeerEnded):
                 self.report(f"{client.generator or 'the learner'} was disconnected: {error}")
             self.disconnect(client)
 
     def _handle(self, client: Client, header: dict[str, Any], content: bytes) -> None:
         call = header["call"]
-        if call in ("hello", "assign", "group", "unavailable", "progress"):
-            self.progress += 1
-        if call == "hello":
+        if call == "ping":
+            self._send(client, {"pong": True})
+        elif call == "hello":
             client.generator = str(header["generator"])[:100]
         elif call == "assign":
             client.pending, client.since = header, time.monotonic()
         elif call == "group":
-            client.pending = None
+            client.pending, client.since = None, time.monotonic()  # the time of the next group that it has begins
             self._receive_group(client, content)
         elif call == "unavailable":  # the generator could not load the policy: the group returns to the pool
-            self._count_unavailable(f"{client.generator}: {str(header['reason'])[:1000]}")
+            self.unavailable += 1
+            reason = str(header["reason"])[:1000]
+            self.failure = reason if header.get("final") is True else self.failure
+            self.report(f"{client.generator}: {reason}")
             if self.queue is not None:
                 self.queue.release(client.generator)
-        elif call == "failed":
-            message, hint = header["error"]
-            self.failure = [str(message)[:1000], str(hint)[:1000]]
         elif call == "begin":
             self._begin(client, header)
         elif call == "publish":
@@ -141,13 +153,6 @@ class RolloutServer:
         elif call == "batch":
             self._require_attempt(client, header)
             client.pending, client.since = header, time.monotonic()
-
-    def _count_unavailable(self, problem: str) -> None:
-        """A policy that no generator can load, such as a damaged one, ends the run; it would wait for ever."""
-        self.report(problem)
-        self.unavailable += 1
-        if self.unavailable >= MAX_UNAVAILABLE:
-            self.failure = [f"generators could not load their policy {self.unavailable} times in a row: {problem}", ""]
 
     def _receive_group(self, client: Client, content: bytes) -> None:
         try:
@@ -159,8 +164,8 @@ class RolloutServer:
         if group.generator != client.generator:
             raise ValueError(f"a group of {group.generator[:100]!r}")
         self.arrived.append((client, group))
-        self.unavailable = 0
         self.useful.add(client.generator)
+        self.unavailable = 0
 
     def _append(self) -> None:
         """Appends the groups that have arrived. On a full disk the generators keep theirs, and send them again."""
@@ -172,52 +177,61 @@ class RolloutServer:
         else:
             try:
                 receipts = self.queue.add([group for _, group in arrived])
+                self.unwritten_since = 0.0
                 answers = [{"verdict": receipt.verdict} for receipt in receipts]
                 for receipt, (client, _) in zip(receipts, arrived, strict=True):
                     if receipt.reason:
                         self.report(f"{client.generator}: group {receipt.group}: {receipt.reason}")
             except (MeshwrightError, OSError) as error:
                 self.report(f"the rollout log cannot be written: {error}")
+                self.unwritten_since = self.unwritten_since or time.monotonic()
                 answers = [{"verdict": "retry"} for _ in arrived]
         for (client, group), answer in zip(arrived, answers, strict=True):
-            if group.failure:
+            if answer["verdict"] == "retry":
+                client.since = time.monotonic()  # it waits for the disk, and is not late with its group
+            elif group.failure:
                 self.report(f"group {group.group} has no reward: {group.failure}")
-            self._send(client, answer)
+            self._send(client, answer | {"group": group.group})
 
     def _assign(self) -> None:
+        """Assigns every waiting generator its share of a step, in the order of their requests."""
         assert self.queue is not None
-        waiting = [client for client in self.clients.values() if client.generator and client.pending is not None]
+        generators = [client for client in self.clients.values() if client.generator]
+        waiting = [client for client in generators if client.pending is not None]
+        share = min(MAX_GROUPS, -(-self.setup.groups_per_step // max(1, len(generators))))
         for client in sorted(waiting, key=lambda client: client.since):
-            assignment = self.queue.assign(client.generator)
-            if assignment is None:
+            groups: list[dict[str, Any]] = []
+            while len(groups) < share and (assignment := self.queue.assign(client.generator)) is not None:
+                record = {"group": assignment.group, "prompt_id": assignment.prompt_id}
+                version, digest = assignment.version, self.digests.get(assignment.version, "")
+                groups.append(record | {"version": version.to_json(), "digest": digest})
+            if not groups:
                 return
             now = time.monotonic()
             client.idle_seconds += now - client.since
             client.pending, client.since = None, now
-            answer = {"group": assignment.group, "prompt_id": assignment.prompt_id, "run": self.run}
-            answer |= {"version": assignment.version.to_json(), "digest": self.digests.get(assignment.version, "")}
-            self._send(client, answer | {"reference": self.queue.lineage.version(0).to_json()})
+            reference = self.queue.lineage.version(0).to_json()
+            self._send(client, {"run": self.run, "groups": groups, "reference": reference})
 
     def _begin(self, client: Client, header: dict[str, Any]) -> None:
         """A new attempt of the learner: it resumes from a cursor, or begins the run."""
         attempt = int(header["attempt"])
         if attempt < self.attempt:
             raise ValueError(f"attempt {attempt} is older than attempt {self.attempt}")
-        try:
-            self.attempt, self.failure, self.unavailable = attempt, [], 0
-            if self.log is None:
-                config = self.setup.config.rl
-                self.run = str(header["run"])
-                self.log = open_rollout_log(self.setup.folder, self.run, config.record_bytes)
-                for damage in self.log.cut:
-                    self.report(f"the rollout log was cut at {damage.position}: {damage.reason}")
-            if self.queue is None:
-                self.queue = RolloutQueue(self.setup.queue_settings(), self.log, self.setup.prompt_id)
-            cursor = RolloutCursor.from_json(header["cursor"]) if header["cursor"] is not None else None
-            self.queue.begin(cursor, attempt, int(header["step"]))
-        except MeshwrightError as error:
-            self._send(client, {"error": [error.message, error.hint]})
-            return
+        for other in [other for other in self.clients.values() if other.learner and other is not client]:
+            self.disconnect(other)  # the learner of an earlier attempt
+        client.learner, self.attempt, self.unavailable, self.failure = True, attempt, 0, ""
+        if self.log is None:
+            self.run = str(header["run"])
+            self.log = open_rollout_log(self.setup.folder, self.run, self.setup.config.rl.record_bytes)
+            for damage in self.log.cut:
+                self.report(f"the rollout log was cut at {damage.position}: {damage.reason}")
+        if self.queue is None:
+            self.queue = RolloutQueue(self.setup.queue_settings(), self.log, self.setup.prompt_id)
+        cursor = RolloutCursor.from_json(header["cursor"]) if header["cursor"] is not None else None
+        self.queue.begin(cursor, attempt, int(header["step"]), header["fork"] is True)
+        for damage in self.queue.damaged[:MAX_PROBLEMS]:
+            self.report(f"the rollout log is damaged at {damage.position}: {damage.reason}")
         self._send(client, {"lineage": self.queue.lineage.to_json()})
 
     def _publish(self, client: Client, header: dict[str, Any]) -> None:
@@ -234,9 +248,30 @@ class RolloutServer:
         if int(header["attempt"]) != self.attempt or self.queue is None or client.generator:
             raise ValueError(f"a request of attempt {header['attempt']} in attempt {self.attempt}")
 
-    def _answer_learners(self, fatal: list[str]) -> None:
+    def _give_up(self) -> str:
+        """Why no batch can be expected any more, or an empty string."""
+        if self.failure:
+            return self.failure
+        seconds = self.setup.config.launch.hang_timeout
+        if self.unwritten_since and time.monotonic() - self.unwritten_since > seconds:
+            return f"the rollout log could not be written for {seconds:g} s: {self.last_problem}"
+        if self.unavailable >= MAX_UNAVAILABLE:
+            return f"generators could not load a policy {self.unavailable} times in a row: {self.last_problem}"
+        return ""
+
+    def _count_progress(self) -> None:
+        """A group that a generator has, and has not had for too long, is progress: it ends within a known time."""
+        limit, now = self.setup.config.rl.generator_timeout, time.monotonic()
+        generators = [client for client in self.clients.values() if client.generator and client.since]
+        if any(client.pending is None and now - client.since <= limit for client in generators):
+            self.progress += 1
+
+    def _answer_learners(self, fatal: str) -> None:
         now = time.monotonic()
         due = now - self.last_report >= REPORT_SECONDS
+        fatal = fatal or self._give_up()
+        if due:
+            self._count_progress()
         for client in list(self.clients.values()):
             if client.generator or client.pending is None or self.queue is None:
                 continue
@@ -244,7 +279,7 @@ class RolloutServer:
                 batch = self.queue.batch(int(client.pending["step"]))
             except MeshwrightError as error:
                 client.pending = None
-                self._send(client, {"error": [error.message, error.hint]})
+                self._send(client, {"error": [error.message, error.hint], "problems": self.take_problems()})
                 continue
             if batch is not None:
                 client.pending = None
@@ -252,7 +287,7 @@ class RolloutServer:
                 self._send(client, answer | {"problems": self.take_problems()})
             elif fatal:
                 client.pending = None
-                self._send(client, {"error": fatal})
+                self._send(client, {"error": [fatal, ""], "problems": self.take_problems()})
             elif due:
                 self._send(client, {"waiting": self.progress, "problems": self.take_problems()})
         if due:
@@ -273,7 +308,9 @@ class RolloutServer:
 
     def report(self, problem: str) -> None:
         """Keeps a problem for the events of the learner, and prints it to the log of the service."""
-        print(problem, flush=True)
+        self.last_problem = problem
+        with suppress(OSError):  # the disk may be full
+            print(problem, flush=True)
         if len(self.problems) < MAX_PROBLEMS:
             self.problems.append(problem)
 

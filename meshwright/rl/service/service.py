@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import shutil
-import tempfile
+from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 from socket import socket
@@ -12,8 +11,12 @@ from meshwright import faults
 from meshwright.rl.rewards.child_process import ChildProcess, fork_child
 from meshwright.rl.service.generator_pool import GeneratorPool, redirect_output
 from meshwright.rl.service.generator_process import run_generator
+from meshwright.rl.service.learner import answers
 from meshwright.rl.service.server import RolloutServer
 from meshwright.rl.service.setup import RolloutSetup
+
+ANSWER_SECONDS = 10.0
+"""How long a service that runs may take to answer when another attempt starts."""
 
 
 class RolloutService:
@@ -21,8 +24,9 @@ class RolloutService:
     if it has ended.
     """
 
-    def __init__(self, setup: RolloutSetup) -> None:
-        self.setup = setup
+    def __init__(self, setup: RolloutSetup, remove_folder: Callable[[], object] = lambda: None) -> None:
+        """`remove_folder` removes the folder of the socket when the service has ended."""
+        self.setup, self.remove_folder = setup, remove_folder
         self.process: ChildProcess | None = None
         self.starts = 0
 
@@ -31,9 +35,13 @@ class RolloutService:
         return self.setup.address
 
     def ensure_running(self) -> None:
-        """Forks the service unless it runs."""
+        """Forks the service unless it runs. One that does not answer, for example because it is stopped, is replaced:
+        what it has acknowledged is in the log.
+        """
         if self.process is not None and self.process.wait() is None:
-            return
+            if answers(self.setup.address, ANSWER_SECONDS):
+                return
+            self.process.kill(ANSWER_SECONDS)
         self.setup.address.unlink(missing_ok=True)
         self.process = fork_child(self._run)
         self.starts += 1
@@ -50,14 +58,7 @@ class RolloutService:
         if self.process is not None:
             self.process.kill(5.0)
             self.process = None
-        shutil.rmtree(self.setup.address.parent, ignore_errors=True)
-
-
-def private_address() -> Path:
-    """A path for a socket in a new folder that only this user can enter. Paths of sockets have at most 107 bytes, so it
-    cannot be in the run folder.
-    """
-    return Path(tempfile.mkdtemp(prefix="meshwright-")) / "rollouts"
+        self.remove_folder()
 
 
 def serve(setup: RolloutSetup, folder: Path, _channel: socket) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 import numpy as np
@@ -20,19 +20,21 @@ from meshwright.checkpoint.listing import RunLineage
 from meshwright.checkpoint.state import CheckpointState
 from meshwright.config import IGNORE_INDEX
 from meshwright.data.loader import MicroBatch
-from meshwright.errors import CheckpointError
+from meshwright.errors import CheckpointError, DataError, MeshwrightError, StoppedBySignal
 from meshwright.parallel.world import World
 from meshwright.rl.log.interface import LogPosition
 from meshwright.rl.log.open_log import open_rollout_reader
-from meshwright.rl.policies import PolicyPublisher, open_policy_store
+from meshwright.rl.policies import PolicyPublisher, open_policy_store, policies_outlive_power
 from meshwright.rl.queue.cursor import RolloutCursor
-from meshwright.rl.rollout import RolloutGroup
+from meshwright.rl.rollout import InvalidRollout, RolloutGroup
 from meshwright.rl.rows import COLUMNS, PolicyRows, group_rows
 from meshwright.rl.service.learner import LearnerClient
 from meshwright.rl.version import PolicyLineage, PolicyVersion
 from meshwright.telemetry.events import EventLog
 from meshwright.trainer.job import Job
 
+ROUND_SECONDS = 1.0
+"""How long rank 0 waits for a batch before it tells the other ranks, whose collective must not time out."""
 CURSORS_OF_CHECKPOINTS = 2
 """Cursors that are kept in addition to those of `checkpoint.keep` checkpoints: saves may be in flight."""
 
@@ -55,8 +57,12 @@ class RolloutLoader:
         self.lineage = PolicyLineage.begin(job.attempt)
         self.restored: dict[str, Any] | None = None
         """the cursor of the checkpoint that this attempt resumes from"""
-        self.cursor: dict[str, Any] = {}
-        """the cursor after the newest step"""
+        self.forked = False
+        """whether that checkpoint belongs to the timeline before a fork"""
+        self.cursors: dict[int, dict[str, Any]] = {}
+        """the cursors after the last completed step and after the step of the newest batch, by the number of steps"""
+        self.signal_seen: Callable[[], int] = lambda: 0
+        """the signal that this rank has received, or 0"""
         self.facts: dict[str, float] = {}
         """what is known of the newest batch beside its tensors, for the metrics of its step"""
         self.publisher: PolicyPublisher | None = None
@@ -72,28 +78,50 @@ class RolloutLoader:
         self.log.write("rollout_problem", message=problem)
 
     def begin(
-        self, done: int, lineage: RunLineage, facts: dict[str, Any], parameters: Callable[[], CheckpointState]
+        self,
+        done: int,
+        lineage: RunLineage,
+        facts: dict[str, Any],
+        parameters: Callable[[], CheckpointState],
+        first_attempt: int = 1,
     ) -> None:
         """Begins the attempt after `done` steps, with the cursor of the checkpoint that was restored, and publishes
-        its policy. `facts` are the manifest fields of an attempt, `parameters` the tensors of a policy.
+        its policy. `facts` are the manifest fields of an attempt, `parameters` the tensors of a policy, and
+        `first_attempt` that of the timeline of the run.
         """
-        job, cursor = self.job, self.restored
+        job, cursor = self.job, self._resumed_cursor(done, first_attempt)
         more = (facts, parameters, job.layout, job.block_sizes, job.config.launch.hang_timeout)
-        self.publisher = PolicyPublisher(
-            open_policy_store(job.folder, create=True), self.world, lineage, job.attempt, *more
-        )
-        try:
-            parsed = RolloutCursor.from_json(cursor) if cursor is not None else None
-        except ValueError as error:
-            raise CheckpointError(f"the checkpoint of step {done} has no cursor of rollouts: {error}") from None
+        store = open_policy_store(job.folder, create=True, durable=policies_outlive_power(self.config))
+        self.publisher = PolicyPublisher(store, self.world, lineage, job.attempt, *more)
+        fixed = self.config.policy == "fixed"
         if self.client is not None:
-            self.lineage = self.client.begin(self.run, cursor, done)
-        record = self.world.broadcast_object(self.lineage.to_json(), "lineage of policies")
-        self.lineage = PolicyLineage.from_json(record)
-        initial = parsed or RolloutCursor.initial(self.job.attempt, self.config.policy == "fixed")
-        self.cursor = initial.to_json()
+            record = cursor.to_json() if cursor is not None else None
+            self.lineage = self.client.begin(self.run, record, done, self.forked)
+        self.lineage = PolicyLineage.from_json(
+            self.world.broadcast_object(self.lineage.to_json(), "lineage of policies")
+        )
+        if cursor is None:
+            cursor = RolloutCursor.initial(job.attempt, fixed)
+        elif self.forked:
+            cursor = cursor.fork(job.attempt, fixed)
+        self.cursors = {done: cursor.to_json()}
         self.remember(done)
+        self.publisher.remove_damaged(self.lineage.version(done))
+        if self.forked and self.config.kl:  # the reference of a fork is the policy that it begins with
+            self.publisher.publish(self.lineage.version(0))
         self.publish(done)
+
+    def _resumed_cursor(self, done: int, first_attempt: int) -> RolloutCursor | None:
+        """The cursor of the checkpoint that was restored; None for the first attempt of a run."""
+        fixed = self.config.policy == "fixed"
+        if self.restored is None:  # what earlier attempts generated from the initial weights remains valid
+            return RolloutCursor.initial(first_attempt, fixed) if self.job.attempt > first_attempt else None
+        try:
+            return RolloutCursor.from_json(self.restored)
+        except ValueError as error:
+            if self.forked:  # of a run without reinforcement learning
+                return replace(RolloutCursor.initial(0), step=done)
+            raise CheckpointError(f"the checkpoint of step {done} has no cursor of rollouts: {error}") from None
 
     def publish(self, done: int) -> None:
         """Publishes the policy after `done` steps, and removes those that nothing needs any more."""
@@ -110,15 +138,14 @@ class RolloutLoader:
 
     def remember(self, done: int) -> None:
         """Keeps the policies that a checkpoint after `done` steps needs to generate the same groups again."""
-        self.saved_policies[done] = RolloutCursor.from_json(self.cursor).policies
+        self.saved_policies[done] = RolloutCursor.from_json(self.cursors[done]).policies
         while len(self.saved_policies) > self.job.config.checkpoint.keep + CURSORS_OF_CHECKPOINTS:
             del self.saved_policies[min(self.saved_policies)]
 
     def position(self, done: int) -> dict[str, Any]:
-        """The cursor after `done` steps, for the manifest of a checkpoint."""
-        assert self.cursor["step"] == done
+        """The cursor after `done` steps, for the manifest of a checkpoint. The batch of the next step may be there."""
         self.remember(done)
-        return self.cursor
+        return self.cursors[done]
 
     def first(self) -> MicroBatch:
         """A micro-batch of the shapes of every one, whose tokens and labels are all 0."""
@@ -136,15 +163,33 @@ class RolloutLoader:
 
     def _step(self, step: int) -> list[MicroBatch]:
         began = time.monotonic()
-        answer = self.client.batch(step) if self.client is not None else None
+        answer = self._wait(step)
         seconds = time.monotonic() - began
-        answer = self.world.broadcast_object(answer, "rollouts of the step")
-        self.cursor = answer["cursor"]
-        positions = [LogPosition.from_json(group["position"]) for group in answer["groups"]]
-        groups = [RolloutGroup.decode(self.reader.read(position)) for position in positions]
+        self.cursors = {step: self.cursors[step], step + 1: answer["cursor"]}
+        groups = [self._read(LogPosition.from_json(group["position"])) for group in answer["groups"]]
         rows = group_rows(groups, self.config, self.job.config.data.sequence, self.dtype)
         self._record(step, answer, rows, seconds)
         return self._micro_batches(rows)
+
+    def _wait(self, step: int) -> dict[str, Any]:
+        """Waits for the batch of a step on all ranks, or until a signal stops the run before the step."""
+        while True:
+            told: dict[str, Any] = {}
+            if self.client is not None:
+                told = {"batch": self.client.batch(step, ROUND_SECONDS), "signal": self.signal_seen()}
+            told = self.world.broadcast_object(told, "rollouts of the step")
+            if told["batch"] is not None:
+                batch: dict[str, Any] = told["batch"]
+                return batch
+            if told["signal"]:
+                raise StoppedBySignal(told["signal"], step)
+
+    def _read(self, position: LogPosition) -> RolloutGroup:
+        """A group of the batch. If its record cannot be read any more, another attempt generates it again."""
+        try:
+            return RolloutGroup.decode(self.reader.read(position))
+        except (DataError, InvalidRollout) as error:
+            raise MeshwrightError(f"a rollout of the batch cannot be read: {error}") from None
 
     def _micro_batches(self, rows: PolicyRows) -> list[MicroBatch]:
         batches = []
@@ -177,11 +222,13 @@ class RolloutLoader:
                 "rollouts",
                 step=step,
                 groups=[[group["group"], group["version"], group["prompt_id"]] for group in groups],
+                positions=[group["position"] for group in groups],
                 rewards=[round(float(np.mean(group["rewards"])), 6) for group in groups],
                 dropped=[[group["group"], group["version"], group["cause"]] for group in answer["dropped"]],
                 staleness=max(staleness),
                 counts=answer["cursor"]["counts"],
                 log=answer["cursor"]["position"],
+                lineage=answer["cursor"]["lineage"],
                 mismatch=asdict(rows.mismatch),
                 wait_seconds=round(seconds, 6),
                 generators=status["generators_connected"],

@@ -15,6 +15,7 @@ from meshwright.parallel.float8 import float8_layers
 from meshwright.parallel.parallel_model import ParallelModel
 from meshwright.parallel.world import World
 from meshwright.planner.hardware.processor import processor_name
+from meshwright.rl.tasks.answer_reward import answer_reward
 from meshwright.telemetry.clock_offset import measure_clock_offset
 from meshwright.telemetry.events import Event
 from meshwright.telemetry.heartbeat import process_start_time
@@ -64,6 +65,7 @@ def start_record(
         "compile": job.config.compile.enabled,
         "optimizer": job.config.optimizer.factory or job.config.optimizer.kind,
         "schedule": job.config.schedule.function or job.config.schedule.kind,
+        **reward_record(job),
         "threads": torch.get_num_threads(),
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -73,6 +75,13 @@ def start_record(
         "held_out": sum(part.held_out for part in stream.sources),
         "epoch_steps": round(sum(part.trained for part in stream.sources) / stream.global_batch, 2),
     }
+
+
+def reward_record(job: Job) -> Event:
+    """The name of the user's reward function, if the run has one."""
+    reward = job.rollouts.setup.reward if job.rollouts is not None else answer_reward
+    named = getattr(reward, "__qualname__", type(reward).__qualname__)
+    return {} if reward is answer_reward else {"reward": str(named)[:200]}
 
 
 def rank_record(job: Job, parallel_model: ParallelModel, world: World) -> Event:

@@ -12,7 +12,7 @@ from small_policies import PROMPT, family_policy
 
 from meshwright.config import IGNORE_INDEX
 from meshwright.config.model import OptionTable
-from meshwright.errors import ConfigError
+from meshwright.errors import DataError
 from meshwright.models.layers.loss import HeadLoss
 from meshwright.rl.generator.sampling import SamplingSettings, sample_group
 from meshwright.rl.generator.scoring import MicroBatchShape, group_tokens, score
@@ -97,5 +97,5 @@ def test_labels_are_the_tokens_of_the_completion():
 
 
 def test_rollout_that_exceeds_the_sequence_is_refused():
-    with pytest.raises(ConfigError, match=r"2 tokens of a prompt and 2 of a completion, and a row has 3.*at least 4"):
+    with pytest.raises(DataError, match=r"2 prompt tokens and 2 completion tokens, and data\.sequence is 3"):
         group_tokens([5, 6], [np.array([7, 8], np.int32)], 3)
