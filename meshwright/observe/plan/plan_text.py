@@ -69,7 +69,10 @@ def show_generators(plan: GeneratorPlan, console: Console) -> None:
         labeled(
             [
                 ("group", Text(f"{format_seconds(group.seconds)}: {parts}scoring {format_seconds(group.scoring)}")),
-                ("learner", Text(f"{plan.groups_per_step:,} groups per step of {format_seconds(plan.learner_seconds)}")),
+                (
+                    "learner",
+                    Text(f"{plan.groups_per_step:,} groups per step of {format_seconds(plan.learner_seconds)}"),
+                ),
                 *(("answer", Text(sentence)) for sentence in plan.sentences()),
             ]
         )

@@ -102,7 +102,9 @@ def append_step(history: RunHistory, step: TrainedStep, bound: int) -> None:
             history.twice.append(f"{where}: group {group} was consumed by step {consumed[group]}")
     expected = list(range(len(consumed), len(consumed) + len(step.consumed)))
     if not history.twice and step.consumed != expected:
-        history.twice.append(f"{where}: expected the groups from {expected[0]} to {expected[-1]}, found {step.consumed}")
+        history.twice.append(
+            f"{where}: expected the groups from {expected[0]} to {expected[-1]}, found {step.consumed}"
+        )
     for group, (timeline, at), _ in step.trained:
         history.trained += 1
         history.staleness = max(history.staleness, step.step - at)
@@ -159,7 +161,9 @@ def check_counts(history: RunHistory, log: list[LoggedGroup], attempt: int, curs
             amount[0] += record.rollouts
             amount[1] += record.tokens
     counts, none = cursor["counts"], [0, 0]
-    rejected = [sum(counts["dropped"][c][i] for c in ("duplicate", "stale", "lost_timeline", "damaged")) for i in (0, 1)]
+    rejected = [
+        sum(counts["dropped"][c][i] for c in ("duplicate", "stale", "lost_timeline", "damaged")) for i in (0, 1)
+    ]
     found = {
         "generated": counts["generated"],
         "trained": counts["trained"],
