@@ -48,8 +48,13 @@ class RolloutTimes:
         groups = event.get("groups")
         if None in (wait, connected, idle, step, generators, rollouts, trained) or not isinstance(groups, list):
             return None
-        assert wait is not None and connected is not None and idle is not None and step is not None
-        assert generators is not None and rollouts is not None and trained is not None
+        assert wait is not None
+        assert connected is not None
+        assert idle is not None
+        assert step is not None
+        assert generators is not None
+        assert rollouts is not None
+        assert trained is not None
         return cls(step, wait, connected, idle, generators, len(groups), rollouts, trained)
 
 

@@ -54,7 +54,9 @@ def policy_reference(
     dtype: torch.dtype = torch.float64,
     low: torch.dtype | None = None,
 ) -> PolicyReference:
-    """The loss of a global batch, and its gradient, which also has the balance loss of experts. `dtype` is that of the parameters, `low` that of matrix products."""
+    """The loss of a global batch, and its gradient, which also has the balance loss of experts. `dtype` is that of the
+    parameters, `low` that of matrix products.
+    """
     leaves = {
         name: value.detach().to(dtype).requires_grad_(not name.endswith("router.bias"))
         for name, value in parameters.items()

@@ -57,7 +57,7 @@ def record(offset, group, version, rollouts=4, tokens=10):
 
 
 def cursor(**counts):
-    dropped = dict.fromkeys(("duplicate", "stale", "lost_timeline", "no_signal", "failed", "damaged"), [0, 0])
+    dropped = {key: [0, 0] for key in ("duplicate", "stale", "lost_timeline", "no_signal", "failed", "damaged")}
     return {
         "step": 1,
         "frontier": 2,
