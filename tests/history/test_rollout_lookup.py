@@ -9,8 +9,8 @@ import pytest
 from written_rollouts import GROUP_SIZE, WrittenRollouts, write_restarted_run
 
 from meshwright.errors import ConfigError, DataError
-from meshwright.history.rollout_lookup import RolloutLookup, is_rollout_run, open_rollout_lookup
-from meshwright.history.rollout_steps import read_rollout_steps
+from meshwright.history.rollouts.lookup import RolloutLookup, is_rollout_run, open_rollout_lookup
+from meshwright.history.rollouts.steps import read_rollout_steps
 from meshwright.rl.log.open_log import open_rollout_reader
 from meshwright.rl.queue.counts import DROP_CAUSES
 
