@@ -51,7 +51,7 @@ def data_show(
 ) -> None:
     """Data show: list the samples of a step in global order; of a run that trains on rollouts, its rollouts."""
     from meshwright.data.sample_lookup import open_sample_lookup
-    from meshwright.history.rollout_lookup import is_rollout_run, open_rollout_lookup
+    from meshwright.history.rollouts.lookup import is_rollout_run, open_rollout_lookup
 
     if is_rollout_run(run):
         from meshwright.observe.rollout_text import show_text
@@ -82,7 +82,7 @@ def data_find(
 ) -> None:
     """Data find: list the steps and ranks that read a sample, or say what became of a rollout."""
     from meshwright.data.sample_lookup import open_sample_lookup
-    from meshwright.history.rollout_lookup import is_rollout_run, open_rollout_lookup
+    from meshwright.history.rollouts.lookup import is_rollout_run, open_rollout_lookup
 
     if (sample is None) == (not rollout):
         raise ConfigError("data find takes one of --sample and --rollout", "expected --sample ID or --rollout ID")

@@ -16,7 +16,7 @@ from meshwright.history.clean_events import FIELDS, EventList, InvalidField, cle
 from meshwright.history.event_tail import EventTail, FileReplaced
 from meshwright.history.liveness import MAX_NAMES, Liveness, event_ranks
 from meshwright.history.rank_steps import RankSteps, StepTotals, ignore
-from meshwright.history.rollouts import RolloutHistory
+from meshwright.history.rollouts.table import RolloutHistory
 from meshwright.history.step_table import StepRows, StepTable
 from meshwright.io import MAX_JSON_BYTES, read_json, read_regular_file
 from meshwright.telemetry.events import Event

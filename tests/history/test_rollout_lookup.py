@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 from collections import Counter
+from types import SimpleNamespace
 
 import pytest
 from written_rollouts import GROUP_SIZE, WrittenRollouts, write_restarted_run
 
 from meshwright.errors import ConfigError, DataError
-from meshwright.history.rollout_lookup import RolloutLookup, is_rollout_run, open_rollout_lookup
-from meshwright.history.rollout_steps import read_rollout_steps
+from meshwright.history.rollouts.lookup import RolloutLookup, is_rollout_run, open_rollout_lookup
+from meshwright.history.rollouts.steps import read_rollout_steps
 from meshwright.rl.log.open_log import open_rollout_reader
 from meshwright.rl.queue.counts import DROP_CAUSES
 
@@ -207,3 +208,20 @@ def test_causes_of_the_text_are_those_of_the_queue():
     from meshwright.observe.rollout_text import CAUSES
 
     assert set(CAUSES) == set(DROP_CAUSES)
+
+
+def test_record_that_was_in_flight_in_a_checkpoint_and_is_damaged_since_is_damaged(tmp_path, monkeypatch):
+    run = write_restarted_run(tmp_path / "run")
+    lookup = open_rollout_lookup(run.folder.root)
+    found = [(group, record) for group in range(40) for record in lookup.find(str(group))["records"]]
+    group, record = next(each for each in found if each[1]["fate"] == "lost_timeline")
+    file = tmp_path / "run" / "rollouts" / "00000001.log"
+    content = bytearray(file.read_bytes())
+    content[record["position"][1] + 100] ^= 1
+    file.write_bytes(content)
+    name = f"{group}.0@{record['version']}"
+    assert lookup.find(name)["fate"] == "never_generated"  # nothing says whose record is damaged
+    manifest = SimpleNamespace(data={"in_flight": [[group, *record["position"]]]})
+    entries = [SimpleNamespace(manifest=None), SimpleNamespace(manifest=manifest)]
+    monkeypatch.setattr("meshwright.history.rollouts.lookup.list_published", lambda _store: entries)
+    assert lookup.find(name)["fate"] == "damaged"

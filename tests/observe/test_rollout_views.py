@@ -12,7 +12,7 @@ from written_rollouts import RL, WrittenRollouts, write_restarted_run
 from meshwright.cli import main
 from meshwright.config import load_config
 from meshwright.diagnose.run.diagnose import diagnose_run
-from meshwright.history.rollouts import RolloutHistory
+from meshwright.history.rollouts.table import RolloutHistory
 from meshwright.history.run_history import RunHistory
 from meshwright.observe.report.run_report import build_report
 from meshwright.observe.terminal import Terminal

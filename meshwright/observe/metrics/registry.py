@@ -7,11 +7,8 @@ Names follow the conventions of Prometheus: base units as suffixes, `_total` for
 from __future__ import annotations
 
 from meshwright.history.step_table import RECENT_STEPS
-from meshwright.observe.metrics import progress_readings as progress
-from meshwright.observe.metrics import rank_readings as ranks
-from meshwright.observe.metrics import recovery_readings as recovery
-from meshwright.observe.metrics import rollout_readings as rollouts
 from meshwright.observe.metrics.metric import Metric
+from meshwright.observe.metrics.readings import progress, ranks, recovery, rollouts
 
 RECENT = f"mean of the newest {RECENT_STEPS} timed steps"
 

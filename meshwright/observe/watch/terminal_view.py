@@ -15,7 +15,7 @@ from rich.text import Text
 
 from meshwright.history.account import GoodputAccount
 from meshwright.history.goodput import goodput
-from meshwright.history.rollouts import INDEX
+from meshwright.history.rollouts.table import INDEX
 from meshwright.history.run_history import RunHistory
 from meshwright.history.signals import ADVANCING, Signals, read_signals
 from meshwright.io import format_bytes, format_clock, format_percent, format_seconds, printable

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from small_run import SMALL
+from written_rollouts import write_restarted_run
 from written_run import write_run
 
 from meshwright.observe.watch.http_server import HttpServer
@@ -184,3 +185,19 @@ def test_page_shows_a_running_job_a_kill_the_restart_and_a_slow_rank(browser, se
     finally:
         process.kill()
         process.wait()
+
+
+def test_page_of_reinforcement_learning_shows_the_account_and_the_curves_of_rollouts(browser, serve, tmp_path):
+    visit = Visit(browser, serve(write_restarted_run(tmp_path / "run").folder.root))
+    visit.expect("#rollouts .account", "generated = ")
+    visit.expect("#rollouts .account", "lost timeline")
+    visit.expect("#rollouts .account", "75% of the step time")
+    visit.page.wait_for_selector("#rollouts canvas", timeout=SECONDS)
+    assert visit.page.locator("#rollouts canvas").count() == 5
+    assert not visit.has_horizontal_scroll()
+    assert visit.problems == []
+
+
+def test_page_of_a_run_on_samples_has_no_rollouts(browser, serve, tmp_path):
+    visit = Visit(browser, serve(write_run(tmp_path / "run", steps=20, failed_at=None)))
+    assert visit.page.locator("#rollouts").is_hidden()

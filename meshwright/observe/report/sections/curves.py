@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
-from meshwright.history.rollouts import RolloutTable
+from meshwright.history.rollouts.table import RolloutTable
 from meshwright.history.run_history import RunHistory
 from meshwright.history.step_table import Column, StepTable
 from meshwright.io import format_count

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 
 import numpy as np
 
-from meshwright.history.rollouts import RolloutHistory, RolloutTable
+from meshwright.history.rollouts.table import RolloutHistory, RolloutTable
 from meshwright.history.run_history import RunHistory
 from meshwright.io import format_percent
 from meshwright.observe.report.document import Curve, Section, Table

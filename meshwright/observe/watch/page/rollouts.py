@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.history.rollouts import RolloutTable
+from meshwright.history.rollouts.table import RolloutTable
 from meshwright.history.run_history import RunHistory
 from meshwright.observe.rollout_text import CAUSES
 from meshwright.observe.watch.page.answers import shorten

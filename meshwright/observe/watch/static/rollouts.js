@@ -36,7 +36,7 @@ export class Rollouts {
     }
     const parts = [["trained", counts.trained], ...Object.entries(counts.dropped), ["in flight", counts.in_flight]];
     const shown = parts.filter(([, [amount]]) => amount > 0);
-    const [generated, tokens] = counts.generated;
+    const [generated] = counts.generated;
     const text = ([amount, size]) => `${format.integer(amount)} rollouts, ${format.integer(size)} tokens`;
     fill(this.facts,
       el("p", {}, `${text(counts.generated)} generated = ${shown.map(([name, [amount]]) => `${format.integer(amount)} ${name.replace("_", " ")}`).join(" + ")}`),
@@ -46,7 +46,7 @@ export class Rollouts {
       el("ul", { class: "legend" }, shown.map(([name, amount]) => el("li", { title: rollouts.causes[name] },
         el("span", { class: "swatch", style: { background: `var(--${FATE_COLORS[name] || "grey"})` } }),
         el("span", {}, name.replace("_", " ")), el("b", {}, format.integer(amount[0])),
-        el("span", { class: "faint" }, `${format.percent(amount[1] / (tokens || 1))} of the tokens`)))),
+        el("span", { class: "faint" }, `${format.integer(amount[1])} tokens`)))),
       el("ul", { class: "legend" }, [
         ["generators", format.integer(rollouts.generators)],
         ["generators wait for the learner in", `${format.percent(rollouts.generator_idle)} of their time`],

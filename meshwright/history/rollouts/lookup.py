@@ -18,8 +18,8 @@ from meshwright.checkpoint.listing import list_published, open_run_store
 from meshwright.data.character_tokenizer import CharacterTokenizer
 from meshwright.data.sample_lookup import SampleLookup, lookup_from_identity
 from meshwright.errors import ConfigError, DataError, MeshwrightError
-from meshwright.history.rollout_fates import FoundRecord, judge_records
-from meshwright.history.rollout_steps import ConsumedGroup, RolloutStep, RolloutSteps, read_rollout_steps
+from meshwright.history.rollouts.fates import FoundRecord, judge_records
+from meshwright.history.rollouts.steps import ConsumedGroup, RolloutStep, RolloutSteps, read_rollout_steps
 from meshwright.io import read_json
 from meshwright.models.initial_model import load_run_config
 from meshwright.rl.log.interface import LogPosition, RolloutReader

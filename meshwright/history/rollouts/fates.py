@@ -1,6 +1,6 @@
 """Judges the records of a group of rollouts: trained, dropped for a cause, or in flight. Torch-free.
 
-The rules are those of the queue, computed again from the log and the steps: the first valid record of a group waits for
+The rules are those of the queue, derived from the log and the steps alone: the first valid record of a group waits for
 its step; later ones are duplicates; those of lost timelines, and those that are too old, are dropped.
 """
 
@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwright.errors import DataError
-from meshwright.history.rollout_steps import ConsumedGroup, RolloutStep
+from meshwright.history.rollouts.steps import ConsumedGroup, RolloutStep
 from meshwright.rl.log.interface import DamagedRecord, LogPosition, RolloutReader
 from meshwright.rl.rollout import InvalidRollout, RolloutGroup, read_header
 from meshwright.rl.version import PolicyLineage

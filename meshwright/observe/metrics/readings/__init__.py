@@ -1,0 +1,1 @@
+"""The readings of metrics from a snapshot of a run."""
