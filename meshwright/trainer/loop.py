@@ -147,7 +147,9 @@ class Training:
         if self.rollouts is not None and self.done < self.config.steps:
             parameters = partial(collect_state, self.module, self.saved, {})
             self.rollouts.signal_seen = self.signals.received
-            first = max(1, self.identity["forked_by"])
+            # the first attempt with these initial weights
+            changed = [change["attempt"] for change in self.identity["code_changes"]]
+            first = max(1, self.identity["forked_by"], *changed)
             self.rollouts.begin(self.done, self.lineage, self.resume.manifest_facts(), parameters, first)
         self.batches = loader.steps(self.done, self.config.steps)
         job.observer.on_start(self)

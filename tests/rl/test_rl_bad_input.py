@@ -12,9 +12,11 @@ from typing import Any
 import pytest
 from rl_runs import STEPS, RLRuns, assert_rollout_rules, cursors, problems, records
 
-from meshwright.errors import DataError
+from meshwright.errors import DataError, MeshwrightError
 from meshwright.rl.log.frames import RECORD_HEADER
 from meshwright.rl.log.interface import LogPosition
+from meshwright.rl.policies import PolicyPublisher
+from meshwright.rl.version import PolicyVersion
 
 PROMPTS = [{"prompt": f"say {letter}:", "answer": letter} for letter in "abcd"]
 OWN_REWARD = ("--rl.task=echo", "--model.vocab=256", "--rl.dynamic_sampling=false")
@@ -160,6 +162,24 @@ def test_policies_that_are_damaged_or_deleted_are_published_again(rl_runs: RLRun
     rl_runs.assert_equals_undisturbed_run(0)
 
 
+@pytest.mark.long
+def test_a_policy_that_is_damaged_before_a_generator_reads_it_is_published_by_another_attempt(rl_runs: RLRuns) -> None:
+    publish = PolicyPublisher.publish
+
+    def damage(self: PolicyPublisher, version: PolicyVersion) -> str:
+        digest = publish(self, version)
+        if version == PolicyVersion(1, 5):
+            for shard in (rl_runs.folder / "policies").rglob("*00005*/*"):
+                shard.write_bytes(shard.read_bytes()[:-9] + bytes(9))
+        return digest
+
+    rl_runs.monkeypatch.setattr(PolicyPublisher, "publish", damage)
+    rl_runs.run()
+    assert rl_runs.attempts == 2
+    assert any("policy 1.5" in problem for problem in problems(rl_runs.folder))
+    rl_runs.assert_equals_undisturbed_run(0)
+
+
 def test_a_policy_that_is_needed_and_gone_stops_the_run_with_its_name(rl_runs: RLRuns) -> None:
     """Under rl.policy = fixed, no other policy may take its place."""
     rl_runs.run(staleness=1, steps=4)
@@ -170,5 +190,7 @@ def test_a_policy_that_is_needed_and_gone_stops_the_run_with_its_name(rl_runs: R
     for _, position in cursor.in_flight:
         flip_byte(rl_runs.folder, position)
     shutil.rmtree(rl_runs.folder / "policies")
-    with pytest.raises(DataError, match=r"could not load a policy 10 times in a row: .*policy 1\.3 is not published"):
+    with pytest.raises(
+        MeshwrightError, match=r"could not load a policy 10 times in a row: .*policy 1\.3 is not published"
+    ):
         rl_runs.run("", "--launch.restarts=0", staleness=1)

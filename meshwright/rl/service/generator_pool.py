@@ -70,7 +70,7 @@ class GeneratorPool:
             if place.process is not None and (status := place.process.wait()) is not None:
                 self._ended(place, status, server)
             if place.process is None and now >= place.start_after and place.ends_in_a_row < MAX_ENDS_IN_A_ROW:
-                self._start(place)
+                self._start(place, server)
         if self.places and all(place.ends_in_a_row >= MAX_ENDS_IN_A_ROW for place in self.places):
             last = self._last_line()
             return f"every generator ended {MAX_ENDS_IN_A_ROW} times in a row without a group: {last}"
@@ -96,7 +96,7 @@ class GeneratorPool:
         place.ends_in_a_row += 1
         place.start_after = time.monotonic() + BACKOFF_SECONDS * 2 ** min(place.ends_in_a_row - 1, 5)
 
-    def _start(self, place: Place) -> None:
+    def _start(self, place: Place, server: RolloutServer) -> None:
         name, log, number, incarnation = place.name, self.log(place.number), place.number, place.incarnation
 
         def run(_channel: socket) -> None:
@@ -104,8 +104,13 @@ class GeneratorPool:
             faults.arm(number, incarnation)
             self.start(name)
 
-        place.process = fork_child(run)
         place.started = time.monotonic()
+        try:
+            place.process = fork_child(run)
+        except OSError as error:  # the limit of processes or of memory
+            server.report(f"{name} cannot be started: {error.strerror}")
+            place.ends_in_a_row += 1
+            place.start_after = place.started + BACKOFF_SECONDS * 2 ** min(place.ends_in_a_row, 5)
 
     def close(self) -> None:
         for place in self.places:

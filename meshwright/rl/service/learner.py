@@ -94,7 +94,7 @@ class LearnerClient:
             self.notify(problem)
         if "error" in answer:
             message, hint = answer["error"]
-            raise DataError(message, hint)
+            raise (MeshwrightError if answer.get("again") else DataError)(message, hint)
         if "waiting" not in answer:
             return answer
         if answer["waiting"] != self.progress:

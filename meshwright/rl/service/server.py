@@ -114,7 +114,7 @@ class RolloutServer:
         self._answer_learners(self.watch(self))
 
     def _accept(self) -> None:
-        with suppress(BlockingIOError):
+        with suppress(OSError):  # the client is gone, or this process has too many open files
             connection, _ = self.listener.accept()
             connection.settimeout(SEND_SECONDS)
             self.clients[connection.fileno()] = Client(connection)
@@ -294,7 +294,8 @@ class RolloutServer:
                 self._send(client, answer | {"problems": self.take_problems()})
             elif fatal:
                 client.pending = None
-                self._send(client, {"error": [fatal, ""], "problems": self.take_problems()})
+                again = self.unavailable >= MAX_UNAVAILABLE  # another attempt may publish the policy again
+                self._send(client, {"error": [fatal, ""], "again": again, "problems": self.take_problems()})
             elif due:
                 self._send(client, {"waiting": self.progress, "problems": self.take_problems()})
         if due:

@@ -150,6 +150,8 @@ class RolloutLoader:
 
     def position(self, done: int) -> dict[str, Any]:
         """The cursor after `done` steps, for the manifest of a checkpoint. The batch of the next step may be there."""
+        if not self.cursors and self.restored is not None:  # a complete run, which begins no attempt
+            return self.restored
         self.remember(done)
         return self.cursors[done]
 
