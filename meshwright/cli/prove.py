@@ -39,8 +39,10 @@ def prove(
     validate(config, own_model="model" in entry_points)
     output_file(out, "--out")
     from meshwright.launch.user_code.make_custom_model import open_model_with_values, torch_seed
+    from meshwright.prover.policy.proof import require_built_in_policy
     from meshwright.prover.prove import prove as prove_config
 
+    require_built_in_policy(config, entry_points)
     with torch_seed(config.seed):
         user = load_user_code(entry_points)
     config, custom, sources = open_model_with_values(config, user)

@@ -67,8 +67,14 @@ class RLConfig:
     """groups left out in a row after which the run stops"""
     reward_timeout: TimeoutSeconds = 10.0
     """seconds that the reward of a group may take; a group without a reward is left out"""
-    generators: Annotated[int, Range(minimum=0, maximum=1024), PLACEMENT] = 1
-    """generator processes that the run starts; 0: none, others connect"""
+    generators: Annotated[int, Range(minimum=1, maximum=1024), PLACEMENT] = 1
+    """generator processes of the run; it may continue with another number of them"""
+    vllm_url: Annotated[str, PLACEMENT] = ""
+    """address of a vLLM server on this machine that samples for the generator, such as http://127.0.0.1:8000; empty:
+    the generators sample themselves. The log-probabilities of the objective are those of the scoring pass in any case
+    """
+    vllm_model: Annotated[str, PLACEMENT] = "policy"
+    """name under which the vLLM server serves the model"""
     generator_timeout: Annotated[TimeoutSeconds, PLACEMENT] = 120.0
     """seconds that the generation of a group may take, after which another generator generates it"""
     record_bytes: Annotated[NonNegativeInt, PLACEMENT] = 64 << 20

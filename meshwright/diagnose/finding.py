@@ -11,6 +11,7 @@ CAUSES = {
     "bubble": "pipeline stages idle: fill and drain of the schedule, or a stage that takes longer than the others",
     "device": "the device is under-used: small kernels, a host that launches too slowly, or shapes that do not fit it",
     "data": "steps wait for their samples: loader, decode or storage",
+    "rollouts": "reinforcement learning: the learner waits for rollouts, or generators wait for the learner",
     "straggler": "one rank is slower than the others, always or now and then",
     "experts": "tokens are distributed unevenly over the experts",
     "memory": "memory is allocated and freed, or pages are swapped, during steps",

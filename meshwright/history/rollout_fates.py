@@ -61,7 +61,7 @@ def judge_records(
             damaged.append({"position": record.position.to_json(), "reason": str(InvalidRollout(error))})
             continue
         while done < len(counted) and counted[done].log <= record.position:
-            waiting = finish_step(counted[done], waiting, judged, number, staleness)
+            waiting = finish_step(counted[done], waiting, judged, damaged, number, staleness)
             done += 1
         next_step = counted[done - 1].step + 1 if done else 0
         found = FoundRecord(record.position, group, "in_flight")
@@ -74,19 +74,28 @@ def judge_records(
         else:
             waiting = found
     for step in counted[done:]:
-        waiting = finish_step(step, waiting, judged, number, staleness)
+        waiting = finish_step(step, waiting, judged, damaged, number, staleness)
     records = [*judged, *([waiting] if waiting is not None else [])]
     return damaged, sorted(records, key=lambda found: found.position)
 
 
 def finish_step(
-    step: RolloutStep, waiting: FoundRecord | None, judged: list[FoundRecord], number: int, staleness: int
+    step: RolloutStep,
+    waiting: FoundRecord | None,
+    judged: list[FoundRecord],
+    damaged: list[dict[str, Any]],
+    number: int,
+    staleness: int,
 ) -> FoundRecord | None:
     """The record of a group that still waits after a step; one whose fate is known then is added to `judged`."""
     if waiting is None:
         return None
     consumed = next((group for group in step.groups if group.group == number), None)
     if consumed is not None:
+        position = consumed.position.to_json() if consumed.position is not None else None
+        if any(damage["position"] == position for damage in damaged):  # the step had an earlier record, now damaged
+            judged.append(replace(waiting, fate="duplicate"))
+            return None
         if consumed.version != waiting.group.version or consumed.position not in (None, waiting.position):
             raise DataError(
                 f"step {step.step} of attempt {step.attempt} consumed group {number} of policy version "

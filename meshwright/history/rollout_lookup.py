@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 
 from meshwright.checkpoint.listing import list_published, open_run_store
+from meshwright.data.character_tokenizer import CharacterTokenizer
 from meshwright.data.sample_lookup import SampleLookup, lookup_from_identity
 from meshwright.errors import ConfigError, DataError, MeshwrightError
 from meshwright.history.rollout_fates import FoundRecord, judge_records
@@ -24,7 +25,7 @@ from meshwright.models.initial_model import load_run_config
 from meshwright.rl.log.interface import LogPosition, RolloutReader
 from meshwright.rl.log.open_log import open_rollout_reader
 from meshwright.rl.rollout import InvalidRollout, Rollout, RolloutGroup
-from meshwright.rl.tasks.tokenizer import CharacterTokenizer, Tokenizer, open_text_tokenizer
+from meshwright.rl.tasks.tokenizer import Tokenizer, open_text_tokenizer
 from meshwright.rl.version import PolicyVersion
 from meshwright.telemetry.run_folder import RunFolder
 

@@ -73,8 +73,8 @@ class RolloutTable:
         spent, waited = np.diff(total, prepend=0.0), np.diff(idle, prepend=0.0)
         begins = (spent < 0) | (waited < 0)
         spent, waited = np.where(begins, total, spent), np.where(begins, idle, waited)
-        shares = np.divide(waited, spent, out=np.full(len(spent), nan), where=spent > 0)
-        return np.minimum(shares, 1.0)
+        shares: Column = np.divide(waited, spent, out=np.full(len(spent), nan), where=spent > 0)
+        return shares.clip(max=1.0)
 
     @property
     def generator_idle_share(self) -> float | None:

@@ -60,6 +60,11 @@ def validate_rollouts(config: RunConfig, batch: Batch) -> None:
             f"{config.data.sequence}",
             "expected fewer completion tokens, or a longer sequence",
         )
+    if rl.vllm_url and rl.generators > 1:
+        raise ConfigError(
+            f"rl.generators = {rl.generators} with rl.vllm_url: the server has one policy at a time",
+            "expected rl.generators = 1",
+        )
     if config.launch.hosts > 1 or started_by_torchrun():
         raise ConfigError(
             "reinforcement learning on several hosts or under torchrun is unsupported: the rollout service runs beside "
@@ -103,6 +108,11 @@ def make_rollout_service(
     reward: RewardFunction,
 ) -> RolloutService:
     """The rollout service of a run; it starts with the first attempt."""
+    if custom is not None and config.rl.vllm_url:
+        raise ConfigError(
+            "rl.vllm_url with a custom model: policies are exported for the server in the format of Hugging Face",
+            "try without rl.vllm_url, or a built-in model",
+        )
     prompts = cast(PromptSource, sources[0])  # `open_rollout_code` has opened it
     make_policy = partial(build_policy, config, custom)
     stream = build_stream(config, sources)

@@ -40,6 +40,7 @@ from meshwright.prover.device.check import DEVICE_AXES, check_device, require_de
 from meshwright.prover.frozen_parameters import check_frozen
 from meshwright.prover.initialization import check_initialization
 from meshwright.prover.optimizer_updates import check_optimizer
+from meshwright.prover.policy.proof import policy_checks, policy_not_proven, require_built_in_policy
 from meshwright.prover.recovery import check_recovery
 from meshwright.prover.relations import check_relations_of_config
 from meshwright.prover.schedule import check_schedule
@@ -136,16 +137,19 @@ def certify(
     the check of every axis on CUDA; for a model without an independent reference, the axes are listed as not proven.
     """
     require_built_in_update(config, "prove")
+    require_built_in_policy(config, {"model": custom, "source": sources or None})
     if on_device:
         require_device(config)
     config = with_device_defaults(config, device_type(config.launch), custom is not None)
     configured, left_open = config, [INITIAL_WEIGHTS] if config.init_from else []
-    if custom is None and not has_reference(config):
+    if custom is None and not has_reference(config) and not config.rl.enabled:
         config, custom = without_balancing(config), family_custom_model(config)
         left_open += [BALANCING] if config != configured else []
     torch.set_num_threads(config.launch.threads)
     checks, proof = CHECKS, None
-    if custom is not None:
+    if config.rl.enabled:
+        checks = policy_checks(config)
+    elif custom is not None:
         opened = sources or open_sources(config.data, config.model.vocab, config.model.separator)
         custom = replace(custom, batch=find_structure(opened[0], custom.collate))  # read where its check refuses it
         proof = CustomProof(config, Subject(custom, opened))
@@ -162,12 +166,16 @@ def certify(
             on_result(result)
     if proof is not None:
         return build_certificate(configured, results, [*left_open, *proof.not_proven()], proof.describe())
+    if config.rl.enabled:
+        return build_certificate(config, results, policy_not_proven(config))
     devices = cuda_devices(config.launch)
     return build_certificate(config, results, not_proven(config, proof_runs(config, full, devices), devices))
 
 
 def expected_duration(config: RunConfig, full: bool) -> str:
     """What to expect of a config beyond `QUICK` or `QUICK_SECONDS`, or ''."""
+    if config.rl.enabled:
+        return ""
     layout, batch = validate(config)
     sizes = {"blocks": config.model.layers, "micro-batches": batch.accumulation, "ranks": layout.ranks}
     beyond = [f"{sizes[name]} {name}" for name in sizes if sizes[name] > QUICK[name]]

@@ -249,7 +249,8 @@ def check_relations_of_config(config: RunConfig) -> Iterator[Claim]:
     yield from relations_on(World(), replace(small, precision=float64))
     if cuda_devices(config.launch):  # by a rank: CUDA does not survive the fork of later ranks
         yield from run_ranks(relations_on, 1, small, launch=config.launch)[0]
-    yield from check_labels(open_sources(config.data, config.model.vocab, config.model.separator))
+    if not config.rl.enabled:  # a run on rollouts has no samples
+        yield from check_labels(open_sources(config.data, config.model.vocab, config.model.separator))
 
 
 def relations_on(world: World, config: RunConfig) -> list[Claim]:

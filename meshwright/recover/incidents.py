@@ -13,6 +13,7 @@ from meshwright.data.sample_lookup import open_sample_lookup
 from meshwright.errors import MeshwrightError, PeerError
 from meshwright.io import open_regular_file, read_json, write_json
 from meshwright.recover.failures import FINAL_EXIT_CODES, HOST_LOST, Failure
+from meshwright.telemetry.events import read_events
 from meshwright.telemetry.heartbeat import HeartbeatReading, read_heartbeat
 from meshwright.telemetry.phases import PHASES, STEP_PHASES
 from meshwright.telemetry.run_folder import RunFolder
@@ -149,11 +150,21 @@ def tail_lines(log: Path, count: int = 15) -> list[str]:
 
 
 def samples_in_step(folder: RunFolder, step: int, rank: int) -> list[int]:
-    """The sample ids of a rank in a step; a pure function of the run's config."""
+    """The sample ids of a rank in a step: a function of the run's config, or the recorded prompts of its rollouts."""
     try:
+        if read_json(folder.identity_file)["identity"].get("rl.objective", "none") != "none":
+            return prompts_in_step(folder, step)
         return [int(sample) for sample in open_sample_lookup(folder.root).show(step, rank)["samples"]]
-    except (MeshwrightError, ValueError, KeyError):
+    except (MeshwrightError, ValueError, KeyError, TypeError, AttributeError, OSError):
         return []
+
+
+def prompts_in_step(folder: RunFolder, step: int) -> list[int]:
+    """The sample ids of the prompts whose rollouts a step trains on, as its last attempt has recorded them."""
+    steps = [
+        event for event in read_events(folder.events(0)) if (event["kind"], event.get("step")) == ("rollouts", step)
+    ]
+    return [int(prompt) for _, _, prompt in steps[-1]["groups"]] if steps else []
 
 
 def assign_verdict(incident: Incident, history: list[Incident]) -> Incident:

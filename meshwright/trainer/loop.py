@@ -144,7 +144,7 @@ class Training:
             self.done = self.first_step = self._restore()
         if world.rank == 0:  # after every check, or a refused run would change the folder
             write_run_folder(job.folder, without_device_defaults(job.config, job.given or job.config), self.identity)
-        if self.rollouts is not None:
+        if self.rollouts is not None and self.done < self.config.steps:
             parameters = partial(collect_state, self.module, self.saved, {})
             self.rollouts.signal_seen = self.signals.received
             first = max(1, self.identity["forked_by"])

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
+import time
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import pytest
 from small_run import load_cpu_config
 
+from meshwright import Result, train
 from meshwright.checkpoint.listing import list_published, open_run_store
+from meshwright.checkpoint.unsharded import state_digest
 from meshwright.config import RunConfig
 from meshwright.rl.log.interface import LogPosition, LogRecord
 from meshwright.rl.log.open_log import open_rollout_reader
@@ -67,8 +73,8 @@ def run_id(folder: Path) -> str:
 
 def cursors(folder: Path) -> dict[int, RolloutCursor]:
     """The cursor of every published checkpoint, by step."""
-    entries = list_published(open_run_store(RunFolder(folder)))
-    return {e.step: RolloutCursor.from_json(e.manifest.data) for e in reversed(entries) if e.manifest is not None}
+    manifests = [entry.manifest for entry in reversed(list_published(open_run_store(RunFolder(folder))))]
+    return {m.step: RolloutCursor.from_json(m.data) for m in manifests if m is not None and "frontier" in m.data}
 
 
 def records(folder: Path) -> dict[LogPosition, RolloutGroup]:
@@ -143,3 +149,58 @@ def assert_rollout_rules(folder: Path, staleness: int, steps: int = STEPS) -> No
 
 def temporary_files() -> set[str]:
     return {path.name for path in Path(tempfile.gettempdir()).glob("meshwright-*")}
+
+
+class RLRuns:
+    """Runs under faults in one folder, compared with an undisturbed run."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, golden: Callable[[int], str]) -> None:
+        self.folder, self.monkeypatch, self.golden = folder, monkeypatch, golden
+
+    def run(self, fault: str = "", *overrides: str, staleness: int = 0, ranks: int = 1, **options: Any) -> Result:
+        self.monkeypatch.setenv("MESHWRIGHT_FAULT", fault)
+        steps = options.pop("steps", STEPS)
+        config = rl_config(f"--rl.staleness={staleness}", *overrides, ranks=ranks, steps=steps)
+        return train(config, run=self.folder, quiet=True, **options)
+
+    @property
+    def attempts(self) -> int:
+        return len(list((self.folder / "attempts").iterdir()))
+
+    def assert_equals_undisturbed_run(self, staleness: int) -> None:
+        assert self.final_digest() == self.golden(staleness)
+        assert_rollout_rules(self.folder, staleness)
+
+    def final_digest(self) -> str:
+        return final_digest(self.folder)
+
+
+def final_digest(folder: Path, steps: int = STEPS) -> str:
+    """The digest of the last checkpoint: parameters, moments, and what else it has."""
+    entry = list_published(open_run_store(RunFolder(folder)))[0]
+    assert entry.step == steps
+    return state_digest(entry)
+
+
+def processes_of(folder: Path) -> list[int]:
+    """The processes other than this one that have a file of the run folder open, or name it in their command."""
+    found = []
+    for process in Path("/proc").iterdir():
+        if not process.name.isdigit() or int(process.name) == os.getpid():
+            continue
+        try:
+            opened = [os.readlink(file) for file in (process / "fd").iterdir()]
+            command = (process / "cmdline").read_bytes().decode(errors="replace")
+        except OSError:
+            continue
+        if str(folder) in command or any(path.startswith(f"{folder}/") for path in opened):
+            found.append(int(process.name))
+    return found
+
+
+def processes_left(folder: Path, seconds: float = 10.0) -> list[int]:
+    """The processes of a run that still run after so many seconds: the kernel ends a process with its parent soon."""
+    deadline = time.monotonic() + seconds
+    while (found := processes_of(folder)) and time.monotonic() < deadline:
+        time.sleep(0.02)
+    return found

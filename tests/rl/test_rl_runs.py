@@ -19,6 +19,7 @@ from meshwright.checkpoint.listing import RunLineage, list_published, open_run_s
 from meshwright.cli.main import main
 from meshwright.config.rl import TASK_NAMES
 from meshwright.data.character_tokenizer import CHARACTERS
+from meshwright.data.source import FINGERPRINT_SAMPLES, spaced_indices
 from meshwright.errors import ConfigError, DataError, IdentityError
 from meshwright.launch.rollouts import validate_rollouts
 from meshwright.rl.queue.cursor import RolloutCursor
@@ -220,17 +221,27 @@ def test_model_that_is_no_policy_is_refused_before_the_run(tmp_path, model, mess
 
 def test_prompt_that_cannot_be_used_ends_the_run_and_is_named(tmp_path):
     """The first prompts are read before the run; others are found when the stream reaches them."""
-    prompts = [{"prompt": "ab", "answer": "a"} for _ in range(1000)]
-    for index in range(0, 1000, 2):
-        prompts[index + (index not in spaced(1000))] = {"prompt": "x" * 100, "answer": "a"}
+    read_before = set(spaced_indices(1000, FINGERPRINT_SAMPLES))
+    prompts = [{"prompt": "ab" if index in read_before else "x" * 100, "answer": "a"} for index in range(1000)]
     with pytest.raises(DataError, match=r"the prompt has 100 tokens.*try a larger data.sequence"):
         train(rl_config("--model.vocab=256"), source=prompts, reward=reward, run=tmp_path / "run", quiet=True)
 
 
-def spaced(count: int) -> set[int]:
-    from meshwright.data.source import FINGERPRINT_SAMPLES, spaced_indices
+def test_reward_that_always_fails_ends_the_run_and_is_named(tmp_path):
+    def reward(item, completion):
+        raise KeyError(item["task"] + completion)
 
-    return set(spaced_indices(count, FINGERPRINT_SAMPLES))
+    with pytest.raises(DataError, match=r"group \d+ has no reward: the reward raised KeyError.*test_rl_runs.py"):
+        train(rl_config("--rl.filter_budget=4"), reward=reward, run=tmp_path / "run", quiet=True)
+
+
+def test_finished_run_is_extended(tmp_path):
+    """The second job has a new rollout service, which continues from the log of the first."""
+    train(rl_config(), run=tmp_path / "run", quiet=True)
+    extended = train(rl_config(steps=4), run=tmp_path / "run", quiet=True)
+    whole = train(rl_config(steps=4), run=tmp_path / "whole", quiet=True)
+    assert extended.digest == whole.digest
+    assert newest_cursor(extended.folder).counts.trained == newest_cursor(whole.folder).counts.trained
 
 
 def run_verb(*args: str) -> int:
@@ -278,7 +289,7 @@ def test_several_hosts_and_torchrun_are_refused(monkeypatch):
     config = rl_config("--launch.hosts=2", ranks=2)
     with pytest.raises(ConfigError, match="several hosts or under torchrun is unsupported"):
         validate_rollouts(config, validate(config)[1])
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "1")
+    monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "1")
     config = rl_config()
     with pytest.raises(ConfigError, match="several hosts or under torchrun is unsupported"):

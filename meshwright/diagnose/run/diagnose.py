@@ -17,6 +17,7 @@ from meshwright.diagnose.run.step_time import (
     expert_loads,
     memory_thrash,
     profiled_steps,
+    rollout_wait,
     stragglers,
 )
 from meshwright.diagnose.run.timed_steps import (
@@ -37,6 +38,7 @@ CLASSES: tuple[Callable[[RunHistory], Iterator[Finding]], ...] = (
     communication.find,
     bubble.find,
     data_wait.find,
+    rollout_wait.find,
     expert_loads.find,
     checkpoint_stall.find,
     memory_thrash.find,

@@ -10,6 +10,7 @@ from meshwright.history.step_table import RECENT_STEPS
 from meshwright.observe.metrics import progress_readings as progress
 from meshwright.observe.metrics import rank_readings as ranks
 from meshwright.observe.metrics import recovery_readings as recovery
+from meshwright.observe.metrics import rollout_readings as rollouts
 from meshwright.observe.metrics.metric import Metric
 
 RECENT = f"mean of the newest {RECENT_STEPS} timed steps"
@@ -210,6 +211,79 @@ METRICS = (
     Metric(
         "meshwright_bad_samples_total", "counter", "", (), "numerics",
         "Samples that were quarantined.", progress.bad_samples,
+    ),
+    # Reinforcement learning: what the policy learns, and where its rollouts go.
+    Metric(
+        "meshwright_reward", "gauge", "", (), "rollouts",
+        "Mean reward of the rollouts of the newest step.", rollouts.newest("reward"),
+    ),
+    Metric(
+        "meshwright_reward_deviation", "gauge", "", (), "rollouts",
+        "Standard deviation of these rewards.", rollouts.newest("reward_std"),
+    ),
+    Metric(
+        "meshwright_policy_kl", "gauge", "", (), "rollouts",
+        "KL divergence of the policy from the reference policy, in the newest step; only if rl.kl is set.",
+        rollouts.newest("kl"),
+    ),
+    Metric(
+        "meshwright_policy_entropy", "gauge", "", (), "rollouts",
+        "Entropy of the policy per token, in the newest step.", rollouts.newest("entropy"),
+    ),
+    Metric(
+        "meshwright_policy_clipped_ratio", "gauge", "ratio", (), "rollouts",
+        "Share of tokens whose probability ratio is clipped, in the newest step.", rollouts.newest("clip_share"),
+    ),
+    Metric(
+        "meshwright_sampler_mismatch", "gauge", "", (), "rollouts",
+        "Mean difference between the log-probabilities of the sampler and of the scoring pass, in the newest step.",
+        rollouts.newest("mismatch"),
+    ),
+    Metric(
+        "meshwright_rollout_staleness", "gauge", "", (), "rollouts",
+        "Steps by which the policies of the rollouts are older than the one that trains on them, mean of the newest "
+        "step.", rollouts.newest("staleness"),
+    ),
+    Metric(
+        "meshwright_rollout_max_staleness", "gauge", "", (), "rollouts",
+        "The largest staleness of a rollout that any step has trained.", rollouts.max_staleness,
+    ),
+    Metric(
+        "meshwright_rollouts_generated", "gauge", "", (), "rollouts",
+        "Rollouts in the log up to the newest step. A gauge: a restart goes back to the newest checkpoint.",
+        rollouts.generated,
+    ),
+    Metric(
+        "meshwright_rollouts", "gauge", "", ("fate",), "rollouts",
+        "The same by what became of them: trained, in_flight, or the cause for which they were dropped (duplicate, "
+        "stale, lost_timeline, no_signal, failed, damaged); they add up to those that were generated.",
+        rollouts.rollouts,
+    ),
+    Metric(
+        "meshwright_rollout_tokens", "gauge", "", ("fate",), "rollouts",
+        "Generated tokens by what became of their rollouts.", rollouts.tokens,
+    ),
+    Metric(
+        "meshwright_rollout_queue_depth", "gauge", "", (), "rollouts",
+        "Rollouts in flight when the batch of the newest step was formed.", rollouts.newest("queue_depth"),
+    ),
+    Metric(
+        "meshwright_generators", "gauge", "", (), "rollouts",
+        "Generators that were connected at the newest step.", rollouts.newest("generators"),
+    ),
+    Metric(
+        "meshwright_generator_idle_ratio", "gauge", "ratio", (), "rollouts",
+        f"Share of their time in which generators wait for a group that they may generate, over the newest "
+        f"{RECENT_STEPS} steps.", rollouts.generator_idle,
+    ),
+    Metric(
+        "meshwright_learner_idle_ratio", "gauge", "ratio", (), "rollouts",
+        f"Share of the step time in which the ranks wait for rollouts, over the newest {RECENT_STEPS} steps.",
+        rollouts.learner_idle,
+    ),
+    Metric(
+        "meshwright_rollout_problems_total", "counter", "", (), "rollouts",
+        "Problems that the rollout service has reported.", rollouts.problems,
     ),
     # What a failure would cost, and what failures did cost.
     Metric(

@@ -10,6 +10,7 @@ from rich.text import Text
 from meshwright.io import format_bytes, format_count, format_percent, format_seconds, printable
 from meshwright.observe.console import make_console
 from meshwright.planner.cost.estimate import Estimate
+from meshwright.planner.cost.generation import GeneratorPlan
 from meshwright.planner.describe import (
     describe_execution,
     describe_layout,
@@ -51,10 +52,31 @@ def show_plan(result: PlanResult, top: int, explained: bool = False, console: Co
     console.print(Text(describe_search(result), "dim"))
     console.print(Text("\nFrom DDP to the plan", "bold"))
     show_ladder(result, console)
+    if result.generators is not None:
+        console.print(Text("\nGenerators", "bold"))
+        show_generators(result.generators, console)
     if explained:
         show_explanation(result, console)
     if result.scaling is not None:
         show_scaling(result.scaling, result.workload.tokens_per_step, console)
+
+
+def show_generators(plan: GeneratorPlan, console: Console) -> None:
+    """Prints how many generators the learner needs, and the two times that decide it."""
+    group = plan.group
+    parts = f"prefill {format_seconds(group.prefill)}, decode {format_seconds(group.decode)} (bound by {group.bound}), "
+    console.print(
+        labeled(
+            [
+                ("group", Text(f"{format_seconds(group.seconds)}: {parts}scoring {format_seconds(group.scoring)}")),
+                (
+                    "learner",
+                    Text(f"{plan.groups_per_step:,} groups per step of {format_seconds(plan.learner_seconds)}"),
+                ),
+                *(("answer", Text(sentence)) for sentence in plan.sentences()),
+            ]
+        )
+    )
 
 
 def title(result: PlanResult) -> str:

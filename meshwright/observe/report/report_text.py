@@ -19,6 +19,7 @@ from meshwright.observe.report.compared_figures import ReportRow, mean_of
 from meshwright.observe.report.headlines import headlines
 from meshwright.observe.report.profiled_steps import profiled_exposure
 from meshwright.observe.report.run_report import Report
+from meshwright.observe.rollout_text import account_lines
 from meshwright.observe.run_header import format_ranks
 from meshwright.planner.exact.compare import VolumeComparison
 
@@ -48,6 +49,10 @@ def show_report(report: Report, console: Console | None = None) -> None:
         for headline in headlines(read_signals(report.history, time.time())):
             facts = ", ".join(f"{name} {value}" for name, value in headline.facts)
             console.print(Text(printable(f"{headline.name}: {headline.figure}; {facts}")))
+    if report.history is not None and report.history.rollouts.counts is not None:
+        console.print(Text("\nRollouts", "bold"))
+        for line in account_lines(report.history.rollouts.counts.to_json()):
+            console.print(Text(line))
     if report.rows:
         console.print()
         console.print(figure_table(report.rows, console.width))

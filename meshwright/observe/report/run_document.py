@@ -18,6 +18,7 @@ from meshwright.observe.report.sections.explanation import explain_run
 from meshwright.observe.report.sections.phases import phases_section
 from meshwright.observe.report.sections.predicted import predicted_section
 from meshwright.observe.report.sections.recovery import recovery_section
+from meshwright.observe.report.sections.rollouts import rollouts_section
 from meshwright.observe.report.sections.settings import settings_section, versions_section
 from meshwright.observe.report.sections.timeline import timeline_section
 from meshwright.version import __version__
@@ -69,6 +70,7 @@ def summarize(report: Report, now: float) -> RunDocument:
     history = report.history
     assert history is not None
     signals = read_signals(history, now)
+    rollouts = rollouts_section(history)
     written = time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime(now))
     return RunDocument(
         title=f"Run {history.folder.root.resolve().name}",
@@ -79,6 +81,6 @@ def summarize(report: Report, now: float) -> RunDocument:
         status=f"{report.status}; medians of {report.steps:,} steps" if report.steps else report.status,
         headlines=headlines(signals),
         warnings=[f"{note[0].upper()}{note[1:]}." for note in report.other_machine],
-        sections=[curves_section(history), account_section(history, now)],
+        sections=[curves_section(history), *([rollouts] if rollouts else []), account_section(history, now)],
         written=f"Written by meshwright {__version__} at {written}; ages are as of then.",
     )

@@ -21,6 +21,7 @@ from meshwright.observe.report.compared_figures import (
     pipeline_rows,
     step_rows,
 )
+from meshwright.observe.report.generator_figures import generator_rows, read_rollout_events
 from meshwright.observe.report.planned_machine import machine_notes
 from meshwright.planner.exact.comm_volume import CollectiveVolume
 from meshwright.planner.exact.compare import VolumeComparison, compare_volumes
@@ -127,6 +128,7 @@ def build_report(folder: RunFolder) -> Report:
             *memory_rows(measurements.counters, plan),
             *pipeline_rows(measurements.steps, history.pipelines),
             *expert_rows(steps),
+            *generator_rows(read_rollout_events(folder, attempt.number), steps, plan),
         ],
         communication=communication,
         notes=[*other_machine, *notes],

@@ -15,10 +15,13 @@ from rich.text import Text
 
 from meshwright.history.account import GoodputAccount
 from meshwright.history.goodput import goodput
+from meshwright.history.rollouts import INDEX
 from meshwright.history.run_history import RunHistory
 from meshwright.history.signals import ADVANCING, Signals, read_signals
 from meshwright.io import format_bytes, format_clock, format_percent, format_seconds, printable
 from meshwright.observe.console import make_console
+from meshwright.observe.rollout_progress import SHORT_NAMES
+from meshwright.observe.rollout_text import account_rows
 from meshwright.recover.incidents import tail_lines
 
 REFRESH_SECONDS = 1.0
@@ -144,6 +147,7 @@ def render(snapshot: RunSnapshot, console: Console, short: bool = False) -> Rend
     parts: list[RenderableType] = [*header(snapshot), *signal_lines(snapshot, width)]
     parts += account_lines(snapshot, width, has_colors)
     parts += loss_lines(snapshot, width)
+    parts += rollout_lines(snapshot, width)
     if not short:
         parts += [*rank_table(snapshot), *checkpoint_lines(snapshot), *incident_lines(snapshot), *log_lines(snapshot)]
     return Group(*parts, Text())
@@ -263,6 +267,24 @@ def sparkline(values: Iterable[float]) -> str:
     low, high = min(numbers), max(numbers)
     span = (high - low) or 1.0
     return "".join(SPARKS[min(len(SPARKS) - 1, int((number - low) / span * len(SPARKS)))] for number in numbers)
+
+
+def rollout_lines(snapshot: RunSnapshot, width: int) -> list[Text]:
+    """What the newest step of reinforcement learning measured, and what became of all rollouts."""
+    rollouts = snapshot.history.rollouts
+    if rollouts.counts is None:
+        return []
+    newest, recent = rollouts.table.rows[-1], rollouts.table.recent()
+    figures = [
+        f"{name} {newest[INDEX[column]]:.3g}"
+        for column, name in SHORT_NAMES.items()
+        if not np.isnan(newest[INDEX[column]])
+    ]
+    shares = {"generators idle": recent.generator_idle_share, "learner waits": recent.learner_idle_share}
+    figures += [f"{name} {share:.0%}" for name, share in shares.items() if share is not None]
+    account = account_rows(rollouts.counts.to_json())
+    parts = [f"{amount:,} {part}" if not sign else f"{sign} {amount:,} {part}" for sign, part, amount, _ in account]
+    return [*wrapped("policy", map(Text, figures), width), *wrapped("rollouts", map(Text, parts), width)]
 
 
 def rank_table(snapshot: RunSnapshot) -> list[RenderableType]:

@@ -20,6 +20,7 @@ from meshwright.planner.calibration.corrections import UNCORRECTED, is_this_mach
 from meshwright.planner.calibration.estimator import estimate
 from meshwright.planner.calibration.prediction import VERSION, prediction_record
 from meshwright.planner.cost.estimate import Estimate
+from meshwright.planner.cost.generation import plan_generators
 from meshwright.planner.exact.activation_messages import data_dependent_axes
 from meshwright.planner.exact.comm_volume import comm_volume
 from meshwright.planner.exact.custom_volume import custom_comm_volume, custom_state_memory, has_exact_volume
@@ -110,6 +111,8 @@ def predict_job(
     record["uncorrected"] = (
         {"seconds": uncorrected.seconds, "tensors": uncorrected.memory_by_rank[0].tensors} if uncorrected else None
     )
+    if config.rl.enabled and known:
+        record["generators"] = plan_generators(job, config.rl, corrected.seconds).to_json()
     if not known:
         record |= dict.fromkeys((*TIME_KEYS, "cluster", "fits"))
         record["memory"]["capacity"] = None

@@ -12,6 +12,7 @@ from meshwright.errors import ConfigError
 from meshwright.models.architecture import Architecture
 from meshwright.planner.calibration.prediction import prediction_record
 from meshwright.planner.cost.estimate import Estimate
+from meshwright.planner.cost.generation import GeneratorPlan, plan_generators
 from meshwright.planner.hardware.cluster import Cluster
 from meshwright.planner.search.candidate import Candidate, candidate_config
 from meshwright.planner.search.cost_cache import CostCache
@@ -38,6 +39,8 @@ class PlanResult:
     """A sentence that compares the last step of the ladder with the first plan of the list."""
     explanation: Explanation
     scaling: ScalingTable | None
+    generators: GeneratorPlan | None = None
+    """How many generators the learner of a run with rl.objective needs."""
 
 
 def make_plan(
@@ -63,7 +66,9 @@ def make_plan(
     others = [other for other in ranked[: position + 2] if other is not chosen]
     explanation = explain(chosen, others, (steps[0].estimate, steps[0].bottleneck), cache, file)
     table = scaling_table(cache, chosen, critical_batch) if scaling else None
-    return PlanResult(workload, cluster, result, chosen, position, steps, summary, explanation, table)
+    config = workload.base_config
+    generators = plan_generators(chosen.job, config.rl, chosen.seconds) if config and config.rl.enabled else None
+    return PlanResult(workload, cluster, result, chosen, position, steps, summary, explanation, table, generators)
 
 
 def plan_json(result: PlanResult, top: int) -> dict[str, Any]:
@@ -101,6 +106,7 @@ def plan_json(result: PlanResult, top: int) -> dict[str, Any]:
         "ladder_summary": result.ladder_summary,
         "explanation": dataclasses.asdict(result.explanation),
         "scaling": scaling_json(result.scaling) if result.scaling else None,
+        "generators": result.generators.to_json() if result.generators else None,
     }
 
 

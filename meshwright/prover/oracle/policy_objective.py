@@ -54,7 +54,9 @@ def policy_reference(
     dtype: torch.dtype = torch.float64,
     low: torch.dtype | None = None,
 ) -> PolicyReference:
-    """The loss of a global batch and its gradient. `dtype` is that of the parameters, `low` that of matrix products."""
+    """The loss of a global batch, and its gradient, which also has the balance loss of experts. `dtype` is that of the
+    parameters, `low` that of matrix products.
+    """
     leaves = {
         name: value.detach().to(dtype).requires_grad_(not name.endswith("router.bias"))
         for name, value in parameters.items()
@@ -62,7 +64,7 @@ def policy_reference(
     decoder = ReferenceDecoder(config.model, low)
     rollouts = [(rollout, a) for group in groups for rollout, a in zip(group, advantages(config, group), strict=True)]
     count = sum(len(rollout.completion) for rollout, _ in rollouts)
-    total = torch.zeros((), dtype=dtype)
+    total, balance = torch.zeros((), dtype=dtype), torch.zeros((), dtype=dtype)
     clipped = [0, 0]
     for rollout, advantage in rollouts:
         row = torch.zeros(1, config.data.sequence, dtype=torch.int64)
@@ -74,9 +76,9 @@ def policy_reference(
         new = (logits / config.rl.temperature).log_softmax(dim=-1).gather(1, chosen)[:, 0]
         share = 1 / count if config.rl.normalization == "token" else 1 / (len(rollouts) * len(rollout.completion))
         total = total + share * rollout_loss(config, rollout, advantage, new, clipped)
-        total = total + config.model.router_aux_loss * result.balance.sum().to(dtype) / len(rollouts)
+        balance = balance + config.model.router_aux_loss * result.balance.sum().to(dtype) / len(rollouts)
     trained = {name: leaf for name, leaf in leaves.items() if leaf.requires_grad}
-    gradients = torch.autograd.grad(total, list(trained.values()), materialize_grads=True)
+    gradients = torch.autograd.grad(total + balance, list(trained.values()), materialize_grads=True)
     return PolicyReference(float(total.detach()), dict(zip(trained, gradients, strict=True)), count, *clipped)
 
 

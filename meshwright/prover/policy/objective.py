@@ -33,7 +33,7 @@ from meshwright.trainer.build import build_parallel_model
 from meshwright.trainer.precision import Precision
 from meshwright.trainer.step import Step, StepContext
 
-FLOAT64_ERROR = 1e-8
+FLOAT64_ERROR = 1e-10
 """The largest relative error of a gradient in float64: of sums in another order, over all tokens of a batch."""
 MARGINS = {"fp32": 12.0, "bf16": 5.0}
 """How many times the rounding of the reference in this precision a run may differ."""

@@ -71,7 +71,7 @@ def small_policy_run(config: RunConfig, max_ranks: int = MAX_RANKS) -> RunConfig
 
 
 def killed_policy_run(config: RunConfig, restarts: int) -> RunConfig:
-    """The run that is killed, with rollouts that are a function of the seed, and a checkpoint after every second step."""
+    """The run that is killed: its rollouts are a function of the seed, and every second step has a checkpoint."""
     proof = small_policy_run(config, MAX_KILLED_RANKS)
     return replace(
         proof,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import shutil
 import time
 from collections.abc import Mapping, Sequence
 from socket import socket
@@ -10,12 +12,14 @@ from typing import Any
 import torch
 
 from meshwright import faults
+from meshwright.config import RLConfig
 from meshwright.errors import ConfigError, DataError, MeshwrightError
 from meshwright.framing import receive, send
 from meshwright.rl.generator.group import GroupPolicies, build_group
 from meshwright.rl.generator.policy_model import PolicyModel
 from meshwright.rl.generator.sampling import Completion, SamplingSettings
 from meshwright.rl.generator.scoring import MicroBatchShape
+from meshwright.rl.generator.vllm import VllmSampler, export_policy
 from meshwright.rl.policies import PolicyStore, open_policy_store
 from meshwright.rl.rewards.worker import Completion as ScoredCompletion
 from meshwright.rl.rewards.worker import RewardFailure, RewardWorker
@@ -79,6 +83,7 @@ class Generator:
         self.policies = open_policy_store(setup.folder)
         self.policy, self.version = setup.make_policy(), PolicyVersion(-1, -1)
         self.reference: PolicyModel | None = None
+        self.server = open_server(config.rl)
         self.shape = MicroBatchShape(setup.batch.micro, config.data.sequence)
         end = setup.prompts.tokenizer.end
         self.sampling = SamplingSettings(
@@ -99,7 +104,7 @@ class Generator:
             return ([], result.text) if isinstance(result, RewardFailure) else (result, "")
 
         generated = build_group(
-            GroupPolicies(self.policy, self.reference),
+            GroupPolicies(self.policy, self.reference, self.server),
             group,
             int(assignment["prompt_id"]),
             self.version,
@@ -125,4 +130,21 @@ class Generator:
         if version != self.version:
             self.version = PolicyVersion(-1, -1)  # until all weights are there
             policies.load(version, self.policy, str(assignment["digest"]))
+            if self.server is not None:
+                self._load_server(self.server, version)
             self.version = version
+
+    def _load_server(self, server: VllmSampler, version: PolicyVersion) -> None:
+        """Lets the server load a version from a folder that exists meanwhile."""
+        folder = self.setup.address.parent / "exported"
+        shutil.rmtree(folder, ignore_errors=True)
+        export_policy(self.setup.folder, version, folder, self.setup.config)
+        server.load(version, folder)
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def open_server(rl: RLConfig) -> VllmSampler | None:
+    """The vLLM server that samples for this generator; its key is in the environment, never in a run file."""
+    if not rl.vllm_url:
+        return None
+    return VllmSampler(rl.vllm_url, rl.vllm_model, rl.generator_timeout, os.environ.get("VLLM_API_KEY", ""))

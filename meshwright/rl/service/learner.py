@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from meshwright.errors import DataError, MeshwrightError
+from meshwright.errors import DataError, MeshwrightError, PeerError
 from meshwright.framing import receive, send
 from meshwright.rl.version import PolicyLineage, PolicyVersion
 
@@ -31,7 +31,7 @@ def connect(address: Path, seconds: float = CONNECT_SECONDS) -> socket.socket:
         except OSError as error:
             connection.close()
             if time.monotonic() > deadline:
-                raise MeshwrightError(f"the rollout service does not answer: {error.strerror}") from None
+                raise PeerError(f"the rollout service does not answer: {error.strerror}") from None
             time.sleep(RETRY_SECONDS)
 
 
@@ -107,7 +107,7 @@ class LearnerClient:
         try:
             yield
         except OSError as error:
-            raise MeshwrightError(
+            raise PeerError(  # neither the program nor the data of the learner is the cause
                 f"the rollout service has ended or does not answer: {error}", "try rollouts/service.log of the run"
             ) from None
 

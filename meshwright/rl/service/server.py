@@ -23,6 +23,7 @@ from meshwright.rl.log.interface import RolloutLog
 from meshwright.rl.log.open_log import open_rollout_log
 from meshwright.rl.queue.cursor import RolloutCursor
 from meshwright.rl.queue.rollout_queue import RolloutQueue
+from meshwright.rl.queue.settings import FilterBudgetExceeded
 from meshwright.rl.rollout import InvalidRollout, RolloutGroup
 from meshwright.rl.service.setup import RolloutSetup
 from meshwright.rl.version import PolicyVersion
@@ -86,6 +87,8 @@ class RolloutServer:
         """assignments in a row whose policy could not be loaded"""
         self.failure = ""
         """why no generator can generate the next groups, whoever tries"""
+        self.reward_failure = ""
+        """the last group without a reward, with its cause"""
         self.unwritten_since = 0.0
         """since when the rollout log cannot be written; 0: it can"""
         self.last_report = 0.0
@@ -190,7 +193,8 @@ class RolloutServer:
             if answer["verdict"] == "retry":
                 client.since = time.monotonic()  # it waits for the disk, and is not late with its group
             elif group.failure:
-                self.report(f"group {group.group} has no reward: {group.failure}")
+                self.reward_failure = f"group {group.group} has no reward: {group.failure}"
+                self.report(self.reward_failure)
             self._send(client, answer | {"group": group.group})
 
     def _assign(self) -> None:
@@ -218,6 +222,8 @@ class RolloutServer:
         attempt = int(header["attempt"])
         if attempt < self.attempt:
             raise ValueError(f"attempt {attempt} is older than attempt {self.attempt}")
+        cursor = RolloutCursor.from_json(header["cursor"]) if header["cursor"] is not None else None
+        step, fork = int(header["step"]), header["fork"] is True
         for other in [other for other in self.clients.values() if other.learner and other is not client]:
             self.disconnect(other)  # the learner of an earlier attempt
         client.learner, self.attempt, self.unavailable, self.failure = True, attempt, 0, ""
@@ -228,8 +234,7 @@ class RolloutServer:
                 self.report(f"the rollout log was cut at {damage.position}: {damage.reason}")
         if self.queue is None:
             self.queue = RolloutQueue(self.setup.queue_settings(), self.log, self.setup.prompt_id)
-        cursor = RolloutCursor.from_json(header["cursor"]) if header["cursor"] is not None else None
-        self.queue.begin(cursor, attempt, int(header["step"]), header["fork"] is True)
+        self.queue.begin(cursor, attempt, step, fork)
         for damage in self.queue.damaged[:MAX_PROBLEMS]:
             self.report(f"the rollout log is damaged at {damage.position}: {damage.reason}")
         self._send(client, {"lineage": self.queue.lineage.to_json()})
@@ -279,7 +284,9 @@ class RolloutServer:
                 batch = self.queue.batch(int(client.pending["step"]))
             except MeshwrightError as error:
                 client.pending = None
-                self._send(client, {"error": [error.message, error.hint], "problems": self.take_problems()})
+                failed = isinstance(error, FilterBudgetExceeded) and self.reward_failure
+                message = f"{error.message}; {self.reward_failure}" if failed else error.message
+                self._send(client, {"error": [message, error.hint], "problems": self.take_problems()})
                 continue
             if batch is not None:
                 client.pending = None

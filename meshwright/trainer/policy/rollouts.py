@@ -31,6 +31,7 @@ from meshwright.rl.rows import COLUMNS, PolicyRows, group_rows
 from meshwright.rl.service.learner import LearnerClient
 from meshwright.rl.version import PolicyLineage, PolicyVersion
 from meshwright.telemetry.events import EventLog
+from meshwright.telemetry.phases import OUTSIDE_PHASES
 from meshwright.trainer.job import Job
 
 ROUND_SECONDS = 1.0
@@ -127,8 +128,13 @@ class RolloutLoader:
         """Publishes the policy after `done` steps, and removes those that nothing needs any more."""
         assert self.publisher is not None
         version = self.lineage.version(done)
+        heartbeat = self.world.heartbeat
+        phase, outside = heartbeat.phase, dict(heartbeat.outside)
         faults.fail_point("policy.publish", done)
         digest = self.publisher.publish(version)
+        heartbeat.enter(phase)
+        if phase not in OUTSIDE_PHASES:
+            heartbeat.outside = outside  # the step counts these seconds in its own phase, and no save took them
         if self.client is not None:
             faults.fail_point("policy.published", done)
             needed = set(self.client.publish(version, digest)).union(*self.saved_policies.values())

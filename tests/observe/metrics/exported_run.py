@@ -8,6 +8,7 @@ from pathlib import Path
 
 from meshwright.io import write_json
 from meshwright.recover.lease import acquire_lease
+from meshwright.rl.queue.counts import DROP_CAUSES
 from meshwright.telemetry.events import EventLog
 from meshwright.telemetry.heartbeat import Heartbeat
 from meshwright.telemetry.phases import STEP_PHASES
@@ -45,11 +46,14 @@ def record_rank(folder: RunFolder, attempt: int, rank: int, ranks: int, steps: i
     )
     begin = time.time() - steps * STEP_SECONDS
     for step in range(steps):
+        if rank == 0:
+            log.write("rollouts", **rollouts_record(step))
         log.write("step", begin=begin + step * STEP_SECONDS, **step_record(step, rank))
     rows = [{"axis": "replicate", "collective": "all_reduce", "calls": 1, "message_bytes": 800, "wire_bytes": 400}]
     memory = {"peak": {"parameter": 1000}, "at_peak": {"parameter": 1000, "gradient": 500}, "peak_total": 1500}
     log.write("counters", step=COUNTED_STEP, communication=rows, memory=memory | {"after": {}})
     if rank == 0:
+        log.write("rollout_problem", message="a generator has died")
         log.write("experts", step=10, loads=[[30, 10, 10, 10], [15, 15, 15, 15]], dropped=[3, 0])
         log.write("eval", step=10, loss=2.25, tokens=640)
         name = f"step-00000008.a{attempt:04d}"
@@ -86,6 +90,43 @@ def step_record(step: int, rank: int) -> dict:
         "loss_scale": 1024.0,
         "pipeline": {"live": 3, "live_by_stage": [3], "idle": 0.125},
         "experts": {"imbalance": 2.0, "dropped": 3},
+        "metrics": ROLLOUT_METRICS,
         **({"counted": True} if step == COUNTED_STEP else {}),
         **({"skipped": True} if step == SKIPPED_STEP else {}),
+    }
+
+
+ROLLOUT_METRICS = {
+    "reward": 0.5,
+    "reward_std": 0.25,
+    "kl": 0.02,
+    "entropy": 1.75,
+    "clip_share": 0.125,
+    "staleness": 1.0,
+    "mismatch": 1e-6,
+    "queue_depth": 8.0,
+}
+
+
+def rollouts_record(step: int) -> dict:
+    """What a step of reinforcement learning records of its rollouts: eight trained ones, and eight left out."""
+    trained, dropped = 8 * (step + 1), 8 * (step + 1)
+    causes = {cause: [0, 0] for cause in DROP_CAUSES} | {"no_signal": [dropped, 2 * dropped]}
+    generated = [trained + dropped + 8, 4 * trained + 2 * dropped + 32]
+    counts = {"generated": generated, "trained": [trained, 4 * trained], "in_flight": [8, 32], "dropped": causes}
+    return {
+        "step": step,
+        "groups": [[2 * step, [1, step], 7]],
+        "positions": [[1, 64 + 100 * step]],
+        "rewards": [0.5],
+        "dropped": [[2 * step + 1, [1, step], "no_signal"]],
+        "staleness": 1,
+        "counts": counts,
+        "log": [1, 264 + 100 * step],
+        "lineage": {"ended": [], "timeline": 1},
+        "mismatch": {"mean_difference": 1e-6},
+        "wait_seconds": 0.25,
+        "generators": 2,
+        "generator_idle_seconds": 0.1 * step,
+        "generator_seconds": 1.0 * step,
     }

@@ -119,6 +119,19 @@ def test_values_of_recovery(samples):
     )
 
 
+def test_values_of_rollouts_and_their_account(samples):
+    assert value(samples, "reward") == 0.5
+    assert value(samples, "policy_clipped_ratio") == 0.125
+    assert value(samples, "rollouts", fate="trained") == 96
+    assert value(samples, "rollouts", fate="no_signal") == 96
+    assert value(samples, "rollouts", fate="duplicate") == 0
+    fates = [number for (name, _), number in samples.items() if name == "meshwright_rollouts"]
+    assert sum(fates) == value(samples, "rollouts_generated") == 200
+    assert value(samples, "generator_idle_ratio") == pytest.approx(0.1)
+    assert value(samples, "learner_idle_ratio") == pytest.approx(0.5)
+    assert value(samples, "rollout_problems_total") == 1
+
+
 def test_step_time_histogram_counts_every_step(samples):
     assert value(samples, "step_seconds_count") == 12
     assert value(samples, "step_seconds_sum") == pytest.approx(12 * STEP_SECONDS)

@@ -7,9 +7,7 @@ from __future__ import annotations
 
 import copy
 import json
-import threading
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import numpy as np
@@ -17,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 from small_policies import LLAMA, PROMPT, family_policy
+from vllm_server import ANSWERS, FakeServer, serving
 
 from meshwright.checkpoint.listing import RunLineage
 from meshwright.checkpoint.state import collect_state
@@ -32,60 +31,14 @@ from meshwright.rl.policies import PolicyPublisher, open_policy_store
 from meshwright.rl.version import PolicyVersion
 from meshwright.telemetry.run_folder import RunFolder
 
-ANSWERS = json.loads((Path(__file__).parent / "vllm_answers.json").read_text())
 SETTINGS = SamplingSettings(4, 0.7, frozenset({9}))
 VERSION = PolicyVersion(1, 3)
 
 
-class FakeServer(ThreadingHTTPServer):
-    """Answers with the content of vllm_answers.json, and keeps the requests."""
-
-    daemon_threads = True
-
-    def __init__(self) -> None:
-        super().__init__(("127.0.0.1", 0), Handler)
-        self.requests: list[tuple[str, object, str | None]] = []
-        self.answers = {
-            "/v1/completions": (200, json.dumps(ANSWERS["completions"]).encode()),
-            "/collective_rpc": (200, json.dumps(ANSWERS["collective_rpc"]).encode()),
-            "/reset_prefix_cache": (200, b""),
-        }
-        self.hangs = threading.Event()
-        self.released = threading.Event()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.server_port}"
-
-
-class Handler(BaseHTTPRequestHandler):
-    server: FakeServer
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers["Content-Length"]))
-        self.server.requests.append((self.path, json.loads(body) if body else None, self.headers["Authorization"]))
-        if self.server.hangs.is_set():
-            self.server.released.wait(20)
-        status, content = self.server.answers[self.path]
-        self.send_response(status)
-        self.send_header("Content-Length", str(len(content)))
-        self.end_headers()
-        self.wfile.write(content)
-
-    def log_message(self, *args) -> None:
-        pass
-
-
 @pytest.fixture
 def server():
-    fake = FakeServer()
-    thread = threading.Thread(target=fake.serve_forever, args=(0.02,), daemon=True)
-    thread.start()
-    yield fake
-    fake.released.set()
-    fake.shutdown()
-    thread.join()
-    fake.server_close()
+    with serving() as fake:
+        yield fake
 
 
 def loaded(server: FakeServer, timeout: float = 20.0) -> VllmSampler:

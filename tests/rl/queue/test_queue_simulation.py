@@ -121,6 +121,9 @@ def test_simulation_finds_a_fixed_policy_that_depends_on_arrival():
     different = 0
     for seed in range(30):
         undisturbed = Simulation(seed, "fixed", 1, disturbed=False).run()
-        wrong = Simulation(seed, "fixed", 1, queue_class=NewestForFixed).run()
-        different += trained_sequence(wrong) != trained_sequence(undisturbed)
+        try:
+            wrong = Simulation(seed, "fixed", 1, queue_class=NewestForFixed).run()
+            different += trained_sequence(wrong) != trained_sequence(undisturbed)
+        except BrokenRule:  # its groups may be refused for ever
+            different += 1
     assert different >= 5

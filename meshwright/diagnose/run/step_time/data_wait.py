@@ -16,7 +16,7 @@ FILE_KINDS = ("tokens", "text", "jsonl", "chat", "shards")
 
 def find(history: RunHistory) -> Iterator[Finding]:
     steps = timed_steps(history)
-    if steps is None:
+    if steps is None or steps.config.rl.enabled:  # its steps wait for rollouts
         return
     fetch = steps.local["fetch"].min(axis=0)  # one slow rank is a straggler
     share = float(fetch.sum() / steps.seconds.mean(axis=0).sum())

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 
+from meshwright.history.rollouts import RolloutTable
 from meshwright.history.run_history import RunHistory
 from meshwright.history.step_table import Column, StepTable
 from meshwright.io import format_count
@@ -51,7 +52,7 @@ def values_of(table: StepTable, key: str) -> Column:
     return table.tokens / table.seconds if key == "rate" else table.column(key)
 
 
-def extremes(table: StepTable, values: Column, form: Callable[[float], str]) -> Iterator[str]:
+def extremes(table: StepTable | RolloutTable, values: Column, form: Callable[[float], str]) -> Iterator[str]:
     """The smallest and the largest value, with their steps."""
     for index in (int(np.nanargmin(values)), int(np.nanargmax(values))):
         yield f"{form(float(values[index]))} (step {table.step[index]:,})"
@@ -59,7 +60,7 @@ def extremes(table: StepTable, values: Column, form: Callable[[float], str]) -> 
 
 def draw_curve(
     name: str,
-    table: StepTable,
+    table: StepTable | RolloutTable,
     values: Column,
     form: Callable[[float], str],
     restarts: Mapping[int, str],

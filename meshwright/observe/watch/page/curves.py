@@ -10,6 +10,7 @@ from numpy.typing import NDArray
 from meshwright.history.run_history import RunHistory
 from meshwright.history.step_table import DecimatedSteps, StepTable
 from meshwright.observe.watch.page.answers import shorten
+from meshwright.observe.watch.page.rollouts import describe_rollout_curves
 
 POINTS = (50, 800)
 """The smallest and the largest number of bins."""
@@ -22,7 +23,8 @@ WAITING = "waiting for other ranks"
 def describe_curves(history: RunHistory, points: int, first: int | None, last: int | None) -> dict[str, Any]:
     """Loss, gradient norm, throughput and phases of the steps from `first` to before `last`, on rank 0."""
     table = select_steps(history.steps().survived(), first, last)
-    bins = table.decimated(max(POINTS[0], min(points, POINTS[1])))
+    points = max(POINTS[0], min(points, POINTS[1]))
+    bins = table.decimated(points)
     return {
         "range": [int(table.step[0]), int(table.step[-1]) + 1] if len(table) else [0, 0],
         "rows": len(table),
@@ -31,6 +33,7 @@ def describe_curves(history: RunHistory, points: int, first: int | None, last: i
         "grad_norm": describe_column(bins, "grad_norm"),
         "throughput": describe_throughput(table, bins),
         "phases": describe_phases(bins.mean),
+        "rollouts": describe_rollout_curves(history, points, first, last),
         "attempts": [
             {"number": one.number, "step": one.first_step}
             for one in history.attempts[-MAX_MARKS:]

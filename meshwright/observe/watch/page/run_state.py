@@ -10,6 +10,7 @@ from meshwright.history.attempts import AttemptHistory
 from meshwright.history.goodput import goodput
 from meshwright.history.run_history import RunHistory
 from meshwright.history.signals import read_signals
+from meshwright.observe.watch.page.rollouts import describe_rollouts
 from meshwright.telemetry.events import Event
 
 MAX_ROWS = 60
@@ -44,6 +45,7 @@ def describe_run(history: RunHistory, now: float) -> dict[str, Any]:
         "checkpoint_count": len(history.checkpoints),
         "notices": describe_notices(history),
         "memory": describe_memory(history),
+        "rollouts": describe_rollouts(history),
     }
 
 

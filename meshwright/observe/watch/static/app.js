@@ -7,6 +7,7 @@ import { HeatMap } from "./heatmap.js";
 import { connectKeys } from "./keyboard.js";
 import { showCheckpoints, showDiagnosis, showDifferences, showIncidents } from "./lists.js";
 import { LogTail } from "./logs.js";
+import { Rollouts } from "./rollouts.js";
 import { showSignals } from "./signals.js";
 import { StepTimeline } from "./timeline.js";
 
@@ -27,6 +28,7 @@ const charts = {
   grad_norm: new StepChart(curveBox, "Gradient norm", chartOptions(format.number, true)),
   throughput: new StepChart(curveBox, "Throughput, tokens per second", chartOptions(format.count, true)),
 };
+const rollouts = new Rollouts(section("rollouts"), chartOptions);
 const phaseBox = el("div", { class: "charts" });
 const phaseLegend = el("ul", { class: "legend" });
 section("phases").querySelector(".body").append(phaseBox, phaseLegend);
@@ -58,6 +60,7 @@ function drawSnapshots() {
   showGoodput(section("goodput"), runs, state.parts);
   if (!run?.signals) return;
   document.title = `${run.name}: ${run.signals.state}`;
+  rollouts.showAccount(run);
   showMemory(section("memory"), run);
   showCheckpoints(section("checkpoints"), run);
   showIncidents(section("incidents"), run);
@@ -79,6 +82,7 @@ function drawCurves() {
   }
   charts.loss.title.textContent = heldOut(selected).length ? "Loss; circles: held-out loss" : "Loss";
   charts.throughput.title.textContent = `Throughput, ${state.runs[state.selected]?.unit || "tokens"} per second`;
+  rollouts.showCurves(shown.map((run) => ({ color: run.color, name: run.name, curves: state.curves.get(run.id).rollouts })), marks);
   if (!selected) return;
   showStack(phaseChart, selected.step, selected.phases, marks);
   setNote(section("phases"), `${bin > 1 ? "means per point" : "every step"}; orange is exposed communication, and the bubble of a pipeline`);
@@ -191,7 +195,7 @@ function themeIsDark() {
 function applyTheme() {
   section("theme").textContent = themeIsDark() ? "Light" : "Dark";
   forgetColors();
-  for (const chart of [...Object.values(charts), phaseChart]) chart.reset();
+  for (const chart of [...Object.values(charts), phaseChart, rollouts]) chart.reset();
   drawCurves();
   heatMap.draw();
   timeline.draw();
