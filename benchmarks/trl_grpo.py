@@ -26,12 +26,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFa
 
 from benchmarks.rl_records import load_run_config
 from meshwright.config import RunConfig
+from meshwright.data.character_tokenizer import CHARACTERS
 from meshwright.data.sample_lookup import build_stream
 from meshwright.models.init import build_model
 from meshwright.models.registry import stored_parameters, write_huggingface_config
 from meshwright.rl.tasks.answer_reward import answer_reward
 from meshwright.rl.tasks.prompt_source import open_prompt_source
-from meshwright.rl.tasks.tokenizer import CHARACTERS
 
 END = "<end>"
 MAX_PROMPTS = 1 << 15

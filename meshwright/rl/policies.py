@@ -173,16 +173,9 @@ class PolicyStore:
         return sorted(removed)
 
     def remove_incomplete(self, version: PolicyVersion) -> None:
-        """Removes what a rank that was killed has left of a publication, or what a loss of power has left of a policy
-        that was published.
-        """
+        """Removes what a rank that was killed has left of a publication."""
         folder = checkpoint_folder(version.step, version.timeline)
-        published = self._manifest_exists(folder)
-        if published and not find_damage(read_entry(self.store, folder, version.step, version.timeline)):
-            return
-        if published:
-            self.store.remove(f"{folder}/{MANIFEST_FILE}")
-        if self.store.list_names(folder):
+        if not self._manifest_exists(folder) and self.store.list_names(folder):
             self.store.remove_folder(folder)
 
     def _folders(self) -> list[tuple[PolicyVersion, str]]:
