@@ -81,6 +81,12 @@ def open_sample_lookup(run: Path) -> SampleLookup:
     if not run.exists():
         raise ConfigError(f"{run} does not exist", "expected a run folder or a run file")
     config = load_run_config(run)
+    if config.rl.enabled:
+        raise ConfigError(
+            f"{run} sets rl.objective = {config.rl.objective}: its steps train on rollouts, which are known once they "
+            "are generated",
+            "expected the folder of the run",
+        )
     sources = open_sources(config.data, config.model.vocab, config.model.separator)
     layout, batch = validate(config)
     return SampleLookup(build_stream(config, sources), batch, layout, [source.name for source in sources])

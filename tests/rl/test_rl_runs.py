@@ -33,7 +33,8 @@ ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "rl.toml"
 SMALL = (
     *("--model.width=32", "--model.ffn=48", "--model.heads=2", "--model.kv_heads=2"),
-    *("--batch.global=8", "--batch.micro=4", "--rl.group_size=4", "--rl.policy=fixed"),
+    *("--model.vocab=64", "--data.sequence=32", "--optimizer.lr=3e-3"),
+    *("--batch.global=8", "--batch.micro=4", "--rl.group_size=4", "--rl.staleness=0", "--rl.policy=fixed"),
     *("--checkpoint.every=1", "--checkpoint.seconds=0", "--checkpoint.mode=sync"),
     *("--launch.device=cpu", "--launch.threads=1", "--launch.collective_timeout=60", "--compile.enabled=false"),
 )
@@ -270,8 +271,12 @@ def test_verbs_without_a_meaning_are_refused_in_one_line(one_rank, capsys):
     run = str(one_rank.folder)
     assert run_verb("evaluate", run, "--ranks", "1") == 2
     assert run_verb("replay", run, "--step", "1") == 2
+    assert run_verb("data", "show", str(EXAMPLE), "--step", "1") == 2
+    assert run_verb("data", "show", run, "--step", "100") == 2
     messages = capsys.readouterr().err.strip().splitlines()
-    assert len(messages) == 2
+    assert len(messages) == 4
+    assert "known once they are generated" in messages[2]
+    assert "no rollouts of step 100" in messages[3]
     assert "prompts have no targets" in messages[0]
     assert "cannot be replayed" in messages[1]
 

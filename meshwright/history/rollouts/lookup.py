@@ -58,8 +58,9 @@ class RolloutLookup:
         steps = read_rollout_steps(self.folder, lambda number, _first, _frontier: number == step)
         found = steps.attempts_of(step)
         if not found:
-            done = len(steps.counted())
-            raise ConfigError(f"{self.folder.root}: no rollouts of step {step} are on record", f"{done} steps are done")
+            raise ConfigError(
+                f"{self.folder.root}: no rollouts of step {step} are on record", "expected a step that the run has done"
+            )
         completed = [each for each in found if (step, each.attempt) in steps.completed]
         shown = (completed or found)[-1]
         assert shown.counts is not None
