@@ -91,8 +91,8 @@ def made_up_groups(config: RunConfig) -> list[RolloutGroup]:
             sampled, initial = scored + SAMPLER_SPREAD * draws.standard_normal((2, length))
             tokens = draws.integers(0, vocab, length).astype(np.int32)
             # what a step in float32 reads: the reference must not differ by the rounding of its inputs
-            kept = [values.astype(np.float32).astype(np.float64) for values in (sampled, scored, initial)]
-            rollouts.append(Rollout(tokens, *kept, reward=float(draws.normal())))
+            sampled, scored, initial = (v.astype(np.float32).astype(np.float64) for v in (sampled, scored, initial))
+            rollouts.append(Rollout(tokens, sampled, scored, initial, float(draws.normal())))
         groups.append(RolloutGroup(number, number, PolicyVersion(1, 0), prompt, tuple(rollouts)))
     return groups
 
