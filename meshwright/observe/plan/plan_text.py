@@ -10,7 +10,6 @@ from rich.text import Text
 from meshwright.io import format_bytes, format_count, format_percent, format_seconds, printable
 from meshwright.observe.console import make_console
 from meshwright.planner.cost.estimate import Estimate
-from meshwright.planner.cost.generation import GeneratorPlan
 from meshwright.planner.describe import (
     describe_execution,
     describe_layout,
@@ -20,6 +19,7 @@ from meshwright.planner.describe import (
     memory_label,
     phase_label,
 )
+from meshwright.planner.generation import GeneratorPlan
 from meshwright.planner.search.plan_result import PlanResult
 from meshwright.planner.search.scaling import ScalingRow, ScalingTable
 

@@ -10,7 +10,7 @@ from typing import Any
 
 from meshwright.history.step_table import StepTable
 from meshwright.observe.report.compared_figures import ReportRow
-from meshwright.planner.cost.generation import MAX_WAIT
+from meshwright.planner.generation import MAX_WAIT
 from meshwright.telemetry.events import read_events
 from meshwright.telemetry.run_folder import RunFolder
 from meshwright.telemetry.untrusted_records import WARMUP_STEPS, bounded_object, finite_number, natural_number

@@ -20,11 +20,11 @@ from meshwright.planner.calibration.corrections import UNCORRECTED, is_this_mach
 from meshwright.planner.calibration.estimator import estimate
 from meshwright.planner.calibration.prediction import VERSION, prediction_record
 from meshwright.planner.cost.estimate import Estimate
-from meshwright.planner.cost.generation import plan_generators
 from meshwright.planner.exact.activation_messages import data_dependent_axes
 from meshwright.planner.exact.comm_volume import comm_volume
 from meshwright.planner.exact.custom_volume import custom_comm_volume, custom_state_memory, has_exact_volume
 from meshwright.planner.exact.state_memory import state_memory
+from meshwright.planner.generation import plan_generators
 from meshwright.planner.hardware.cluster import NODE_TYPES, Cluster, Device, Link, preset_cluster
 from meshwright.planner.hardware.cluster_file import cluster_table
 from meshwright.planner.hardware.resolve_cluster import machine_file, measured_machine, resolve_cluster

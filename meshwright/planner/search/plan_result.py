@@ -12,7 +12,7 @@ from meshwright.errors import ConfigError
 from meshwright.models.architecture import Architecture
 from meshwright.planner.calibration.prediction import prediction_record
 from meshwright.planner.cost.estimate import Estimate
-from meshwright.planner.cost.generation import GeneratorPlan, plan_generators
+from meshwright.planner.generation import GeneratorPlan, plan_generators
 from meshwright.planner.hardware.cluster import Cluster
 from meshwright.planner.search.candidate import Candidate, candidate_config
 from meshwright.planner.search.cost_cache import CostCache

@@ -57,10 +57,10 @@ def check_objective(user: RunConfig) -> Iterator[Claim]:
     for run in runs:
         loss, gradients, parameters = measure_gradient(run, groups)
         reference = policy_reference(run, parameters, as_reference(groups))
-        allowed = FLOAT64_ERROR
+        bound = FLOAT64_ERROR
         if run is not config:
-            allowed = MARGINS[compute] * rounding_error(run, parameters, groups, reference)
-        yield compare_gradients(user, run, loss, gradients, reference, allowed)
+            bound = MARGINS[compute] * rounding_error(run, parameters, groups, reference)
+        yield compare_gradients(user, run, loss, gradients, reference, bound)
 
 
 def with_groups(config: RunConfig) -> RunConfig:
@@ -91,8 +91,8 @@ def made_up_groups(config: RunConfig) -> list[RolloutGroup]:
             sampled, initial = scored + SAMPLER_SPREAD * draws.standard_normal((2, length))
             tokens = draws.integers(0, vocab, length).astype(np.int32)
             # what a step in float32 reads: the reference must not differ by the rounding of its inputs
-            kept = [values.astype(np.float32).astype(np.float64) for values in (sampled, scored, initial)]
-            rollouts.append(Rollout(tokens, *kept, reward=float(draws.normal())))
+            sampled, scored, initial = (v.astype(np.float32).astype(np.float64) for v in (sampled, scored, initial))
+            rollouts.append(Rollout(tokens, sampled, scored, initial, float(draws.normal())))
         groups.append(RolloutGroup(number, number, PolicyVersion(1, 0), prompt, tuple(rollouts)))
     return groups
 
@@ -175,7 +175,7 @@ def compare_gradients(
     loss: float,
     gradients: dict[str, Tensor],
     reference: PolicyReference,
-    allowed: float,
+    bound: float,
 ) -> Claim:
     rl, layout = config.rl, Layout.from_config(config.layout)
     claim = (
@@ -192,7 +192,7 @@ def compare_gradients(
     }
     worst = max(errors, key=lambda name: errors[name], default="")
     # not <=: an error that is not a number exceeds every bound
-    wrong = [name for name in errors if not errors[name] <= allowed]
+    wrong = [name for name in errors if not errors[name] <= bound]
     if wrong:
         right = reference.gradients[worst].double()
         factor = float((gradients[worst].double() * right).sum() / right.square().sum())
@@ -200,7 +200,7 @@ def compare_gradients(
             f"the gradient of {worst} differs by a relative error of {errors[worst]:.1e} (factor {factor:.4g}); "
             f"{len(wrong)} of {len(errors)} gradients differ"
         )
-    if not abs(loss - reference.loss) <= max(allowed, FLOAT64_ERROR) * max(1.0, abs(reference.loss)):
+    if not abs(loss - reference.loss) <= max(bound, FLOAT64_ERROR) * max(1.0, abs(reference.loss)):
         problems.append(f"the loss is {loss:.9g}, expected {reference.loss:.9g}")
     clipped = reference.clipped_above, reference.clipped_below
     if rl.objective == "grpo" and not all(clipped):
@@ -208,6 +208,6 @@ def compare_gradients(
     counts = f", {clipped[0]} clipped above and {clipped[1]} below" if rl.objective == "grpo" else ""
     measured = (
         f"{len(errors)} gradients of {reference.tokens} tokens{counts}: largest relative error "
-        f"{errors.get(worst, 0.0):.1e} ({worst}; allowed {allowed:.1e})"
+        f"{errors.get(worst, 0.0):.1e} ({worst}; bound {bound:.1e})"
     )
     return Claim(claim, bool(errors) and not problems, "; ".join([*problems[:3], measured]), changes(user, config))

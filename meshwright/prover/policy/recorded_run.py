@@ -56,9 +56,10 @@ class PolicyRun:
         self.root.mkdir(parents=True, exist_ok=True)
         with fault_environment(faults):
             job = make_job(self.config, self.folder, UserCode(reward=digest_reward))
-            assert job.rollouts is not None
+            service = job.rollouts
+            assert service is not None
             job = replace(job, block_sizes=SMALL_BLOCKS, observer=observer or job.observer)
-            with closing(job.rollouts):
+            with closing(service):
                 try:
                     supervise_quietly(job)
                 except (RanksFailed, RestartsExhausted) as error:

@@ -9,7 +9,8 @@ import pytest
 
 from meshwright.api.prediction import plan
 from meshwright.config import load_config
-from meshwright.planner.cost.generation import (
+from meshwright.planner.cost.kernel_time import LAUNCH_GAP
+from meshwright.planner.generation import (
     KERNELS_PER_BLOCK,
     MAX_WAIT,
     generation_time,
@@ -17,7 +18,6 @@ from meshwright.planner.cost.generation import (
     plan_generators,
     wait_share,
 )
-from meshwright.planner.cost.kernel_time import LAUNCH_GAP
 from meshwright.planner.hardware.resolve_cluster import resolve_cluster
 from meshwright.planner.search.plan_result import plan_json
 from meshwright.planner.workload.planned_job import PlannedJob
