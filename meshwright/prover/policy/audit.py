@@ -47,7 +47,7 @@ class TrainedStep:
 
 
 @dataclass
-class RolloutHistory:
+class AuditedRollouts:
     """The steps that led to the newest weights of a run, and to those of each checkpoint."""
 
     steps: list[TrainedStep] = field(default_factory=list)
@@ -68,11 +68,11 @@ class RolloutHistory:
     """the largest one"""
 
 
-def read_history(events: Iterable[Mapping[str, Any]], bound: int) -> RolloutHistory:
+def read_history(events: Iterable[Mapping[str, Any]], bound: int) -> AuditedRollouts:
     """Follows the events `rollouts` of all attempts. An attempt begins at the step of its first event: what earlier
     attempts had computed after that is lost, and may be trained again.
     """
-    history = RolloutHistory()
+    history = AuditedRollouts()
     attempt = 0
     for event in events:
         step = TrainedStep(
@@ -91,7 +91,7 @@ def read_history(events: Iterable[Mapping[str, Any]], bound: int) -> RolloutHist
     return history
 
 
-def append_step(history: RolloutHistory, step: TrainedStep, bound: int) -> None:
+def append_step(history: AuditedRollouts, step: TrainedStep, bound: int) -> None:
     where = f"attempt {step.attempt}, step {step.step}"
     if step.step != len(history.steps):
         history.twice.append(f"{where} follows step {len(history.steps) - 1}")
@@ -122,7 +122,7 @@ def append_step(history: RolloutHistory, step: TrainedStep, bound: int) -> None:
     history.timelines_at[step.attempt, len(history.steps)] = tuple(history.timelines)
 
 
-def find_unlogged(history: RolloutHistory, log: Iterable[LoggedGroup]) -> list[str]:
+def find_unlogged(history: AuditedRollouts, log: Iterable[LoggedGroup]) -> list[str]:
     """The groups that a step trained and that no record of the log is."""
     known = {(record.group, record.version, record.prompt_id) for record in log}
     return [
@@ -134,7 +134,9 @@ def find_unlogged(history: RolloutHistory, log: Iterable[LoggedGroup]) -> list[s
     ]
 
 
-def check_counts(history: RolloutHistory, log: list[LoggedGroup], attempt: int, cursor: Mapping[str, Any]) -> list[str]:
+def check_counts(
+    history: AuditedRollouts, log: list[LoggedGroup], attempt: int, cursor: Mapping[str, Any]
+) -> list[str]:
     """What is wrong with the counts of a checkpoint's cursor: each record of the log before it must be in one class.
     Which record of a group trained is known by group and version; a second one with both is a duplicate.
     """

@@ -12,7 +12,7 @@ from meshwright.config import RunConfig
 from meshwright.data.source import Source
 from meshwright.prover.claims import Claim, describe_settings, proof_folder
 from meshwright.prover.oracle.sampler import Sampler
-from meshwright.prover.policy.audit import LoggedGroup, RolloutHistory, check_counts, find_unlogged, read_history
+from meshwright.prover.policy.audit import AuditedRollouts, LoggedGroup, check_counts, find_unlogged, read_history
 from meshwright.prover.policy.recorded_run import PolicyRun
 from meshwright.prover.shrink.policy_runs import killed_policy_run
 from meshwright.prover.state.checkpoint_content import published_checkpoints
@@ -108,7 +108,7 @@ def check_kills(killed: PolicyRun, problem: str) -> Claim:
     )
 
 
-def check_trained_once(killed: PolicyRun, history: RolloutHistory, log: list[LoggedGroup]) -> Claim:
+def check_trained_once(killed: PolicyRun, history: AuditedRollouts, log: list[LoggedGroup]) -> Claim:
     problems = [*history.twice, *find_unlogged(history, log)]
     if len(history.steps) != killed.config.steps:
         problems.append(f"the history has {len(history.steps)} steps of {killed.config.steps}")
@@ -121,7 +121,7 @@ def check_trained_once(killed: PolicyRun, history: RolloutHistory, log: list[Log
     )
 
 
-def check_staleness(history: RolloutHistory, bound: int) -> Claim:
+def check_staleness(history: AuditedRollouts, bound: int) -> Claim:
     return Claim(
         f"no step trains a rollout whose policy is more than {bound} steps old, also after a resume",
         not history.late and history.trained > 0,
@@ -129,7 +129,7 @@ def check_staleness(history: RolloutHistory, bound: int) -> Claim:
     )
 
 
-def check_lineage(history: RolloutHistory) -> Claim:
+def check_lineage(history: AuditedRollouts) -> Claim:
     return Claim(
         "no step trains a rollout of a policy that a restart has lost",
         not history.lost and history.trained > 0,
@@ -137,7 +137,7 @@ def check_lineage(history: RolloutHistory) -> Claim:
     )
 
 
-def check_conservation(killed: PolicyRun, history: RolloutHistory, log: list[LoggedGroup]) -> Claim:
+def check_conservation(killed: PolicyRun, history: AuditedRollouts, log: list[LoggedGroup]) -> Claim:
     problems, checkpoints = [], published_checkpoints(killed.root)
     lost = [0, 0]
     for content in checkpoints:
