@@ -20,9 +20,9 @@ from meshwright.launch.engines.torchrun_elastic import follow_world_size
 from meshwright.launch.environment import started_by_torchrun
 from meshwright.launch.host_memory import require_host_memory
 from meshwright.launch.initial_weights import open_initial_weights
+from meshwright.launch.policy.rollouts import make_rollout_service, open_rollout_code, validate_rollouts
 from meshwright.launch.ranks import Ranks, cuda_started, raise_if_spawning
 from meshwright.launch.rendezvous import RendezvousInfo, join_process_group, leave_process_group, torchrun_restart_count
-from meshwright.launch.rollouts import make_rollout_service, open_rollout_code, validate_rollouts
 from meshwright.launch.shared_weights import share_weights
 from meshwright.launch.user_code.entry_points import open_callbacks
 from meshwright.launch.user_code.make_custom_model import open_user_code

@@ -27,7 +27,7 @@ CLOSE_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
-class Completion:
+class CompletionText:
     """A completion of a prompt."""
 
     text: str
@@ -65,7 +65,7 @@ class RewardWorker:
         self._server: ChildProcess | None = self._fork()
 
     def score(
-        self, item: Mapping[str, Any], completions: Sequence[Completion], timeout: float
+        self, item: Mapping[str, Any], completions: Sequence[CompletionText], timeout: float
     ) -> list[float] | RewardFailure:
         """The reward of every completion of a group, or why there is none. Returns within `timeout` and a second."""
         deadline = time.monotonic() + timeout + REPLY_SECONDS
@@ -111,7 +111,7 @@ class RewardWorker:
     def __exit__(self, *_: object) -> None:
         self.close()
 
-    def _tokens(self, completion: Completion) -> list[int]:
+    def _tokens(self, completion: CompletionText) -> list[int]:
         """The token ids, if the function takes them."""
         return [int(token) for token in completion.tokens] if self.with_tokens else []
 

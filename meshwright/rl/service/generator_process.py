@@ -21,8 +21,7 @@ from meshwright.rl.generator.sampling import Completion, SamplingSettings
 from meshwright.rl.generator.scoring import MicroBatchShape
 from meshwright.rl.generator.vllm import VllmSampler, export_policy
 from meshwright.rl.policies import PolicyStore, open_policy_store
-from meshwright.rl.rewards.worker import Completion as ScoredCompletion
-from meshwright.rl.rewards.worker import RewardFailure, RewardWorker
+from meshwright.rl.rewards.worker import CompletionText, RewardFailure, RewardWorker
 from meshwright.rl.rollout import RolloutGroup
 from meshwright.rl.service.learner import connect
 from meshwright.rl.service.setup import RolloutSetup
@@ -99,7 +98,7 @@ class Generator:
 
         def reward(completions: Sequence[Completion]) -> tuple[list[float], str]:
             texts = [self.setup.prompts.tokenizer.decode(completion.tokens.tolist()) for completion in completions]
-            scored = [ScoredCompletion(text, c.tokens.tolist()) for text, c in zip(texts, completions, strict=True)]
+            scored = [CompletionText(text, c.tokens.tolist()) for text, c in zip(texts, completions, strict=True)]
             result = self.worker.score(prompt.item, scored, config.rl.reward_timeout)
             return ([], result.text) if isinstance(result, RewardFailure) else (result, "")
 

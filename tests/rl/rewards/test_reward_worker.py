@@ -20,10 +20,10 @@ import torch
 from reward_processes import ends_soon, processes_below, worker_of
 
 from meshwright.errors import ConfigError
-from meshwright.rl.rewards.worker import Completion, RewardFailure, RewardWorker
+from meshwright.rl.rewards.worker import CompletionText, RewardFailure, RewardWorker
 
 ITEM = {"prompt": "say it", "answer": "yes"}
-GROUP = [Completion("yes", [1, 0]), Completion("no", [2, 0])]
+GROUP = [CompletionText("yes", [1, 0]), CompletionText("no", [2, 0])]
 GRACE = 1.0
 """Seconds after its time limit within which a group is answered."""
 
@@ -47,9 +47,9 @@ def test_worker_runs_in_another_process_and_gets_plain_data():
 
     with worker_of(reward) as worker:
         item = {"prompt": [1, 2], "nested": {"text": "é\ud800", "none": None}}
-        [pid] = worker.score(item, [Completion("x", np.array([1, 2], np.int32))], 30)
+        [pid] = worker.score(item, [CompletionText("x", np.array([1, 2], np.int32))], 30)
         assert pid != os.getpid()
-        assert worker.score(item, [Completion("x", [3])], 30) == [pid]
+        assert worker.score(item, [CompletionText("x", [3])], 30) == [pid]
 
 
 @pytest.mark.parametrize(
@@ -64,12 +64,12 @@ def test_numbers_of_any_library_are_rewards(value):
 def test_rewards_are_exact():
     values = [0.1 + 0.2, 1e-308, -math.pi, 5e-324]
     with worker_of(lambda item, completion: values[int(completion)]) as worker:
-        assert worker.score(ITEM, [Completion(str(index), [1]) for index in range(4)], 30) == values
+        assert worker.score(ITEM, [CompletionText(str(index), [1]) for index in range(4)], 30) == values
 
 
 def test_function_with_three_arguments_gets_the_tokens():
     with worker_of(lambda item, completion, tokens: len(tokens)) as worker:
-        assert worker.score(ITEM, [Completion("", [5, 6, 7]), Completion("", [0])], 30) == [3.0, 1.0]
+        assert worker.score(ITEM, [CompletionText("", [5, 6, 7]), CompletionText("", [0])], 30) == [3.0, 1.0]
 
 
 def raise_error(item, completion):
@@ -279,11 +279,11 @@ def test_memory_limit_fails_the_group_alone():
         return float(len(bytearray(int(completion))))
 
     with worker_of(reward, memory=64 << 20) as worker:
-        assert worker.score({}, [Completion(str(1 << 20), [1])], 30) == [float(1 << 20)]
-        found = worker.score({}, [Completion(str(256 << 20), [1])], 30)
+        assert worker.score({}, [CompletionText(str(1 << 20), [1])], 30) == [float(1 << 20)]
+        found = worker.score({}, [CompletionText(str(256 << 20), [1])], 30)
         assert isinstance(found, RewardFailure)
         assert "MemoryError" in found.text
-        assert worker.score({}, [Completion("5", [1])], 30) == [5.0]
+        assert worker.score({}, [CompletionText("5", [1])], 30) == [5.0]
 
 
 def test_printed_text_goes_to_the_output_of_the_generator(capfd):
@@ -336,7 +336,7 @@ def test_state_of_a_function_survives_groups_and_ends_with_a_failure():
 
 
 def test_large_groups_are_scored():
-    completions = [Completion("x" * 5000, list(range(5000))) for _ in range(200)]
+    completions = [CompletionText("x" * 5000, list(range(5000))) for _ in range(200)]
     with worker_of(lambda item, completion, tokens: len(completion) + len(tokens)) as worker:
         assert worker.score(ITEM, completions, 60) == [10_000.0] * 200
 
@@ -353,12 +353,12 @@ def test_sockets_of_the_generator_are_not_kept_open():
 
 GENERATOR = """
 import os, sys, time
-from meshwright.rl.rewards.worker import Completion, RewardWorker
+from meshwright.rl.rewards.worker import CompletionText, RewardWorker
 
 worker = RewardWorker(lambda item, completion: time.sleep(1000) if completion == "hang" else 1.0)
-assert worker.score({}, [Completion("", [1])], 30) == [1.0]
+assert worker.score({}, [CompletionText("", [1])], 30) == [1.0]
 print("ready", flush=True)
-worker.score({}, [Completion("hang", [1])], 1000)
+worker.score({}, [CompletionText("hang", [1])], 1000)
 """
 
 

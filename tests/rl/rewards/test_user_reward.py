@@ -19,7 +19,7 @@ from meshwright.launch.user_code.entry_points import load_user_code
 from meshwright.launch.user_code.reward import open_reward
 from meshwright.launch.user_code.update import open_user_update
 from meshwright.launch.user_code.user_code import UserCode
-from meshwright.rl.rewards.worker import Completion, RewardWorker
+from meshwright.rl.rewards.worker import CompletionText, RewardWorker
 from meshwright.rl.tasks.answer_reward import answer_reward
 from meshwright.rl.tasks.prompt_source import open_prompt_source
 from meshwright.telemetry.run_folder import RunFolder
@@ -93,7 +93,7 @@ def test_example_reward_scores_its_prompts():
     assert source.name == "echo"
     with RewardWorker(example.reward) as worker:
         texts = ["a", "ab", "b", "xyz", ""]
-        rewards = worker.score(source[0].item, [Completion(text, [1]) for text in texts], 30)
+        rewards = worker.score(source[0].item, [CompletionText(text, [1]) for text in texts], 30)
     assert rewards == sorted(rewards, reverse=True)
     assert rewards[0] == 1.0
     assert replace(config).model.vocab >= source.tokenizer.vocab
@@ -101,5 +101,5 @@ def test_example_reward_scores_its_prompts():
 
 def test_item_that_is_not_plain_data_is_a_failure():
     with RewardWorker(first) as worker:
-        assert "cannot be sent" in worker.score({"object": object()}, [Completion("a", [1])], 30).text
-        assert worker.score({}, [Completion("a", [1])], 30) == [1.0]
+        assert "cannot be sent" in worker.score({"object": object()}, [CompletionText("a", [1])], 30).text
+        assert worker.score({}, [CompletionText("a", [1])], 30) == [1.0]

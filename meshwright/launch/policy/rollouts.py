@@ -17,7 +17,7 @@ from meshwright.errors import ConfigError
 from meshwright.generate.load import fill_initial
 from meshwright.launch.environment import started_by_torchrun
 from meshwright.launch.initial_weights import with_init_from_folder
-from meshwright.launch.policy_check import check_policy
+from meshwright.launch.policy.policy_check import check_policy
 from meshwright.launch.scratch_folder import ScratchFolder, remove_stale_folders
 from meshwright.launch.user_code.make_custom_model import (
     UserRun,

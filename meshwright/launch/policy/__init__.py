@@ -1,0 +1,1 @@
+"""Starts a run of reinforcement learning: its prompts, its policy, and the rollout service."""
