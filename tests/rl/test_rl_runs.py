@@ -91,18 +91,18 @@ class Pooled(Recurrent):
 
 
 @pytest.fixture(scope="module")
-def single_rank(tmp_path_factory):
+def undivided(tmp_path_factory):
     """The example on one rank, in float64: layouts are compared with it."""
     return train(rl_config("--precision.compute=fp64"), run=tmp_path_factory.mktemp("rl") / "run", quiet=True)
 
 
-def test_every_generated_rollout_is_trained_dropped_or_in_flight(single_rank):
-    cursor = newest_cursor(single_rank.folder)
+def test_every_generated_rollout_is_trained_dropped_or_in_flight(undivided):
+    cursor = newest_cursor(undivided.folder)
     counts = cursor.counts
     assert cursor.step == STEPS
     assert counts.trained.rollouts == STEPS * 8
     assert counts.generated == sum(counts.dropped.values(), counts.trained) + counts.in_flight
-    trained = [group for event in rollouts(single_rank.folder) for group, *_ in event["groups"]]
+    trained = [group for event in rollouts(undivided.folder) for group, *_ in event["groups"]]
     assert trained == sorted(set(trained)), "every group once, in the order of their numbers"
 
 
@@ -116,13 +116,13 @@ def test_every_generated_rollout_is_trained_dropped_or_in_flight(single_rank):
     ],
     ids=" ".join,
 )
-def test_layouts_train_the_same_rollouts_to_the_same_loss(single_rank, tmp_path, layout):
+def test_layouts_train_the_same_rollouts_to_the_same_loss(undivided, tmp_path, layout):
     config = rl_config("--precision.compute=fp64", "--batch.micro=2", *layout, ranks=2)
     result = train(config, run=tmp_path / "run", quiet=True)
-    expected = rollouts(single_rank.folder)
+    expected = rollouts(undivided.folder)
     assert [event["groups"] for event in rollouts(result.folder)] == [event["groups"] for event in expected]
     assert [event["rewards"] for event in rollouts(result.folder)] == [event["rewards"] for event in expected]
-    one, other = step_records(single_rank.folder), step_records(result.folder)
+    one, other = step_records(undivided.folder), step_records(result.folder)
     assert all(other[step]["grad_norm"] == pytest.approx(one[step]["grad_norm"], rel=1e-9) for step in one)
 
 
@@ -136,11 +136,11 @@ def test_layouts_train_the_same_rollouts_to_the_same_loss(single_rank, tmp_path,
     ],
     ids=" ".join,
 )
-def test_hybrid_layouts_train_the_same_rollouts(single_rank, tmp_path, layout):
+def test_hybrid_layouts_train_the_same_rollouts(undivided, tmp_path, layout):
     config = rl_config("--precision.compute=fp64", "--batch.micro=2", *layout, ranks=4)
     result = train(config, run=tmp_path / "run", quiet=True)
     assert [event["groups"] for event in rollouts(result.folder)] == [
-        event["groups"] for event in rollouts(single_rank.folder)
+        event["groups"] for event in rollouts(undivided.folder)
     ]
 
 
@@ -245,7 +245,7 @@ def test_finished_run_is_extended(tmp_path):
     assert newest_cursor(extended.folder).counts.trained == newest_cursor(whole.folder).counts.trained
 
 
-def run_verb(*args: str) -> int:
+def exit_code_of(*args: str) -> int:
     """Runs a verb in this process, and returns its exit code."""
     try:
         main(args)
@@ -254,25 +254,25 @@ def run_verb(*args: str) -> int:
     return 0
 
 
-def test_sample_uses_the_tokenizer_of_the_task(single_rank):
-    [answer] = meshwright.sample(single_rank.folder, "reverse ab=", tokens=4)
+def test_sample_uses_the_tokenizer_of_the_task(undivided):
+    [answer] = meshwright.sample(undivided.folder, "reverse ab=", tokens=4)
     assert len(answer.tokens) <= 4
     assert set(answer.text) <= {*CHARACTERS, "\ufffd"}
 
 
-def test_weights_of_a_run_are_exported_and_adapted(single_rank, tmp_path):
-    assert run_verb("checkpoint", "export", str(single_rank.folder), "--to", str(tmp_path / "exported")) == 0
+def test_weights_of_a_run_are_exported_and_adapted(undivided, tmp_path):
+    assert exit_code_of("checkpoint", "export", str(undivided.folder), "--to", str(tmp_path / "exported")) == 0
     config = rl_config("--lora.rank=4")
     result = train(config, init_from=tmp_path / "exported", run=tmp_path / "run", quiet=True)
     assert step_records(result.folder)[STEPS - 1]["grad_norm"] > 0
 
 
-def test_verbs_without_a_meaning_are_refused_in_one_line(single_rank, capsys):
-    run = str(single_rank.folder)
-    assert run_verb("evaluate", run, "--ranks", "1") == 2
-    assert run_verb("replay", run, "--step", "1") == 2
-    assert run_verb("data", "show", str(EXAMPLE), "--step", "1") == 2
-    assert run_verb("data", "show", run, "--step", "100") == 2
+def test_verbs_without_a_meaning_are_refused_in_one_line(undivided, capsys):
+    run = str(undivided.folder)
+    assert exit_code_of("evaluate", run, "--ranks", "1") == 2
+    assert exit_code_of("replay", run, "--step", "1") == 2
+    assert exit_code_of("data", "show", str(EXAMPLE), "--step", "1") == 2
+    assert exit_code_of("data", "show", run, "--step", "100") == 2
     messages = capsys.readouterr().err.strip().splitlines()
     assert len(messages) == 4
     assert "known once they are generated" in messages[2]
@@ -281,12 +281,12 @@ def test_verbs_without_a_meaning_are_refused_in_one_line(single_rank, capsys):
     assert "cannot be replayed" in messages[1]
 
 
-def test_bisect_compares_runs_without_a_replay(single_rank, tmp_path, capsys):
+def test_bisect_compares_runs_without_a_replay(undivided, tmp_path, capsys):
     other = train(rl_config("--precision.compute=fp64", "--seed=4"), run=tmp_path / "run", quiet=True)
-    difference = bisect(single_rank.folder, other.folder)
+    difference = bisect(undivided.folder, other.folder)
     assert difference.recorded_step == 0
     assert difference.reproduced is None
-    run_verb("bisect", str(single_rank.folder), str(other.folder))
+    exit_code_of("bisect", str(undivided.folder), str(other.folder))
     assert "seed" in capsys.readouterr().out
 
 

@@ -1,1 +1,1 @@
-"""Starts runs of reinforcement learning: prompts, a user's model as a policy, and the rollout service."""
+"""Starts a run of reinforcement learning: its prompts, its policy, and the rollout service."""
