@@ -6,6 +6,7 @@ import copy
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
+from typing import cast
 
 import torch
 
@@ -33,7 +34,7 @@ from meshwright.rl.generator.policy_model import FamilyPolicy, ModulePolicy, Pol
 from meshwright.rl.rewards.reward_function import RewardFunction
 from meshwright.rl.service.service import RolloutService
 from meshwright.rl.service.setup import RolloutSetup
-from meshwright.rl.tasks.prompt_source import open_prompt_source
+from meshwright.rl.tasks.prompt_source import PromptSource, open_prompt_source
 from meshwright.telemetry.run_folder import RunFolder
 from meshwright.topology.layout import Layout
 from meshwright.trainer.custom_model import CustomModel
@@ -96,7 +97,7 @@ def make_rollout_service(
     reward: RewardFunction,
 ) -> RolloutService:
     """The rollout service of a run; it starts with the first attempt."""
-    (prompts,) = sources
+    prompts = cast("PromptSource", sources[0])
     make_policy = partial(build_policy, config, custom)
     stream = build_stream(config, sources)
     remove_stale_folders()
