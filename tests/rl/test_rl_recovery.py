@@ -254,8 +254,9 @@ def test_a_run_on_samples_is_forked_into_reinforcement_learning(rl_runs: RLRuns)
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize("point", [*LEARNER_POINTS, *SAVE_POINTS, *SERVICE_POINTS, *GENERATOR_POINTS])
 def test_a_kill_at_every_point(rl_runs: RLRuns, point: str, ranks: int, staleness: int) -> None:
-    step = 4 if point in SAVE_POINTS else 5 if "." in point else 0
-    rank = f":rank{ranks - 1}" if point.startswith(("step", "save")) else ""
+    step = 4 if point in SAVE_POINTS else 5
+    on_all_ranks = point.startswith(("step", "save")) and "before" not in point
+    rank = f":rank{ranks - 1}" if on_all_ranks else ""
     rl_runs.run(f"{point}{rank}:kill@step{step}", staleness=staleness, ranks=ranks)
     assert rl_runs.attempts == (1 if point in GENERATOR_POINTS else 2)
     if ranks == 1:
