@@ -108,16 +108,12 @@ def make_rollout_service(
     reward: RewardFunction,
 ) -> RolloutService:
     """The rollout service of a run; it starts with the first attempt."""
-<<<<<<< HEAD:meshwright/launch/policy/rollouts.py
     if custom is not None and config.rl.vllm_url:
         raise ConfigError(
             "rl.vllm_url with a custom model: policies are exported for the server in the format of Hugging Face",
             "try without rl.vllm_url, or a built-in model",
         )
     prompts = cast(PromptSource, sources[0])  # `open_rollout_code` has opened it
-=======
-    prompts = cast("PromptSource", sources[0])
->>>>>>> kills:meshwright/launch/rollouts.py
     make_policy = partial(build_policy, config, custom)
     stream = build_stream(config, sources)
     remove_stale_folders()
