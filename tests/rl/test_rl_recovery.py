@@ -23,9 +23,11 @@ from rl_runs import (
     processes_left,
     rank_events,
     records,
+    run_id,
     temporary_files,
 )
 
+from meshwright.rl.policies import PolicyStore, open_policy_store
 from meshwright.telemetry.run_folder import RunFolder
 
 LEARNER_POINTS = (
@@ -213,6 +215,9 @@ def test_a_run_continues_with_other_generators_and_ranks_and_more_steps(rl_runs:
     rl_runs.run("", "--rl.generators=2", staleness=1, steps=6)
     result = rl_runs.run(staleness=1)
     rl_runs.assert_equals_undisturbed_run(1)
+    policies = PolicyStore(open_policy_store(RunFolder(rl_runs.folder)), run_id(rl_runs.folder)).versions()
+    for cursor in cursors(rl_runs.folder).values():  # a run can fall back to every checkpoint that is kept
+        assert cursor.step == STEPS or cursor.policies <= set(policies)
     again = rl_runs.run(staleness=1)
     assert again.digest == result.digest
     assert len(rank_events(rl_runs.folder, "rollouts")) == STEPS

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -16,7 +17,7 @@ import numpy as np
 import torch
 
 from meshwright import faults
-from meshwright.checkpoint.listing import RunLineage
+from meshwright.checkpoint.listing import RunLineage, list_published, open_run_store
 from meshwright.checkpoint.state import CheckpointState
 from meshwright.config import IGNORE_INDEX
 from meshwright.data.loader import MicroBatch
@@ -106,6 +107,7 @@ class RolloutLoader:
         elif self.forked:
             cursor = cursor.fork(job.attempt, fixed)
         self.cursors = {done: cursor.to_json()}
+        self._remember_checkpoints()
         self.remember(done)
         self.publisher.remove_damaged(self.lineage.version(done))
         if self.forked and self.config.kl:  # the reference of a fork is the policy that it begins with
@@ -141,6 +143,13 @@ class RolloutLoader:
             if self.config.kl:
                 needed.add(self.lineage.version(0))
             self.publisher.policies.remove_except(needed | {version})
+
+    def _remember_checkpoints(self) -> None:
+        """Keeps the policies of the checkpoints of earlier attempts: a run may fall back to each of them."""
+        for entry in list_published(self.job.store or open_run_store(self.job.folder)) if self.client else ():
+            with suppress(ValueError):  # a checkpoint from before a fork, without rollouts
+                if entry.manifest is not None:
+                    self.saved_policies[entry.step] = RolloutCursor.from_json(entry.manifest.data).policies
 
     def remember(self, done: int) -> None:
         """Keeps the policies that a checkpoint after `done` steps needs to generate the same groups again."""
