@@ -131,7 +131,7 @@ class RolloutGroup:
                 raise InvalidRollout("a group has a number out of range")
             texts = (str(header["generator"])[:MAX_TEXT], str(header["failure"])[:MAX_TEXT])
             return cls(*numbers, version, prompt, tuple(rollouts), *texts)
-        except (ValueError, KeyError, TypeError) as error:
+        except (ValueError, KeyError, TypeError, OverflowError, RecursionError) as error:
             raise InvalidRollout(f"not the record of a group: {error}") from None
 
 
@@ -156,10 +156,16 @@ class ArrayReader:
     position: int
 
     def integers(self, count: Any) -> Tokens:
-        return self._take(count, "<i4").astype(np.int32)
+        values = self._take(count, "<i4")
+        if len(values) and values.min() < 0:
+            raise InvalidRollout("a token id is negative")
+        return values.astype(np.int32)
 
     def floats(self, count: Any) -> LogProbs:
-        return self._take(count, "<f8").astype(np.float64)
+        values = self._take(count, "<f8")
+        if not np.isfinite(values).all():
+            raise InvalidRollout("a log-probability is not finite")
+        return values.astype(np.float64)
 
     def _take(self, count: Any, dtype: str) -> NDArray[Any]:
         size = np.dtype(dtype).itemsize

@@ -113,6 +113,10 @@ def make_rollout_service(
             "rl.vllm_url with a custom model: policies are exported for the server in the format of Hugging Face",
             "try without rl.vllm_url, or a built-in model",
         )
+    if config.rl.vllm_url and folder.url:
+        raise ConfigError(
+            f"rl.vllm_url with {folder.url}: a vLLM server loads policies from a folder", "try a run in a folder"
+        )
     prompts = cast(PromptSource, sources[0])  # `open_rollout_code` has opened it
     make_policy = partial(build_policy, config, custom)
     stream = build_stream(config, sources)

@@ -17,7 +17,7 @@ import time
 from contextlib import suppress
 from typing import Any
 
-from meshwright.rl.rewards.child_process import ChildProcess, describe_status, fork_child, limit_memory
+from meshwright.rl.child_process import ChildProcess, describe_status, fork_child, limit_memory
 from meshwright.rl.rewards.messages import (
     LENGTH,
     MAX_REPLY_BYTES,

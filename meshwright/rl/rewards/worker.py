@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from meshwright.rl.rewards.child_process import ChildProcess, describe_status, fork_child
+from meshwright.rl.child_process import ChildProcess, describe_status, fork_child
 from meshwright.rl.rewards.messages import (
     MAX_REPLY_BYTES,
     MAX_REQUEST_BYTES,

@@ -12,7 +12,7 @@ from socket import socket
 
 from meshwright import faults
 from meshwright.io import open_descriptor, open_regular_file, write_error
-from meshwright.rl.rewards.child_process import ChildProcess, describe_status, fork_child
+from meshwright.rl.child_process import ChildProcess, describe_status, fork_child
 from meshwright.rl.service.server import RolloutServer
 
 MAX_ENDS_IN_A_ROW = 5

@@ -125,7 +125,7 @@ class RolloutServer:
             for header, content in client.assembler.receive_available(client.connection):
                 self._handle(client, header, bytes(content))
         except MeshwrightError as error:  # a request that the queue refuses
-            self._send(client, {"error": [error.message, error.hint]})
+            self._send(client, {"error": [error.message, error.hint], "again": error.exit_code == 1})
         except (OSError, KeyError, TypeError, ValueError, OverflowError) as error:
             if not isinstance(error, PeerEnded):
                 self.report(f"{client.generator or 'the learner'} was disconnected: {error}")
@@ -164,6 +164,8 @@ class RolloutServer:
             self.report(f"{client.generator}: {error}")
             send(client.connection, {"verdict": "invalid"})
             return
+        if self.setup.vocab and max(int(r.tokens.max()) for r in group.rollouts) >= self.setup.vocab:
+            raise ValueError(f"group {group.group} has a token that the model does not have")
         if group.generator != client.generator:
             raise ValueError(f"a group of {group.generator[:100]!r}")
         self.arrived.append((client, group))
@@ -286,7 +288,7 @@ class RolloutServer:
                 client.pending = None
                 failed = isinstance(error, FilterBudgetExceeded) and self.reward_failure
                 message = f"{error.message}; {self.reward_failure}" if failed else error.message
-                self._send(client, {"error": [message, error.hint], "problems": self.take_problems()})
+                self._send(client, {"error": [message, error.hint], "again": error.exit_code == 1, "problems": self.take_problems()})
                 continue
             if batch is not None:
                 client.pending = None

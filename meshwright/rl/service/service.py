@@ -8,7 +8,7 @@ from pathlib import Path
 from socket import socket
 
 from meshwright import faults
-from meshwright.rl.rewards.child_process import ChildProcess, fork_child
+from meshwright.rl.child_process import ChildProcess, fork_child
 from meshwright.rl.service.generator_pool import GeneratorPool, redirect_output
 from meshwright.rl.service.generator_process import run_generator
 from meshwright.rl.service.learner import answers

@@ -38,6 +38,11 @@ class RolloutSetup:
     def groups_per_step(self) -> int:
         return self.batch.global_ // self.config.rl.group_size
 
+    @property
+    def vocab(self) -> int:
+        """The number of tokens of a built-in model; 0 for a custom one."""
+        return self.config.model.vocab if self.config.custom_model.class_ is None else 0
+
     def prompt_id(self, group: int) -> int:
         """The sample id of the prompt of a group: a function of the seed and the number of the group."""
         return int(self.stream.sample_ids(np.array([group], np.uint64))[0])

@@ -1,4 +1,4 @@
-"""Forked processes of a reward: their standard streams, signals and limits, and why they ended. Torch-free."""
+"""The forked processes beside the ranks: their streams, signals and limits, and why they ended. Torch-free."""
 
 from __future__ import annotations
 
@@ -101,11 +101,14 @@ def fork_child(run: Callable[[socket.socket], None]) -> ChildProcess:
 
 
 def reset_signals() -> None:
-    """Forgets the handlers of the parent; Ctrl-C reaches every process of a terminal, and is the supervisor's."""
+    """Forgets the handlers of the parent. Signals that stop a job may reach all of its processes, and are the
+    supervisor's: the ranks save a checkpoint first, for which they need this process. It ends with its parent.
+    """
     signal.set_wakeup_fd(-1)
-    for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGCHLD):
+    for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGALRM, signal.SIGCHLD):
         signal.signal(number, signal.SIG_DFL)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, signal.SIG_IGN)
     signal.pthread_sigmask(signal.SIG_SETMASK, [])
 
 
