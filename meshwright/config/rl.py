@@ -77,7 +77,7 @@ class RLConfig:
     """name under which the vLLM server serves the model"""
     generator_timeout: Annotated[TimeoutSeconds, PLACEMENT] = 120.0
     """seconds that the generation of a group may take, after which another generator generates it"""
-    record_bytes: Annotated[NonNegativeInt, PLACEMENT] = 64 << 20
+    segment_bytes: Annotated[NonNegativeInt, PLACEMENT] = 64 << 20
     """size of a file of the rollout log in bytes, after which the next one begins"""
 
     @property

@@ -18,6 +18,7 @@ from meshwright.generate.load import fill_initial
 from meshwright.launch.environment import started_by_torchrun
 from meshwright.launch.initial_weights import with_init_from_folder
 from meshwright.launch.policy.policy_check import check_policy
+from meshwright.launch.ranks import cuda_started
 from meshwright.launch.scratch_folder import ScratchFolder, remove_stale_folders
 from meshwright.launch.user_code.make_custom_model import (
     UserRun,
@@ -64,6 +65,11 @@ def validate_rollouts(config: RunConfig, batch: Batch) -> None:
         raise ConfigError(
             f"rl.generators = {rl.generators} with rl.vllm_url: the server has one policy at a time",
             "expected rl.generators = 1",
+        )
+    if cuda_started():
+        raise ConfigError(
+            "this process has initialized CUDA, and the generators are forked from it",
+            "try to call train before anything initializes CUDA, or the command line",
         )
     if config.launch.hosts > 1 or started_by_torchrun():
         raise ConfigError(

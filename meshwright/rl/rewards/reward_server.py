@@ -10,6 +10,7 @@ import gc
 import math
 import mmap
 import os
+import signal
 import socket
 import struct
 import sys
@@ -112,6 +113,8 @@ class RewardServer:
         """The worker: scores groups until the channel is closed."""
         self.channel.close()
         limit_memory(self.memory)
+        for number in (signal.SIGTERM, signal.SIGHUP):  # processes that the function starts inherit what is ignored
+            signal.signal(number, signal.SIG_DFL)
         with_tokens = takes_tokens(self.reward)
         while (request := receive_message(channel, MAX_REQUEST_BYTES)) is not None:
             reply = self._score_group(request, with_tokens)

@@ -39,9 +39,9 @@ class Place:
 
 
 class GeneratorPool:
-    """The generators that this run starts. `start(name)` is what a generator process runs."""
+    """The generators that this run starts. `start(name, number)` is what a generator process runs."""
 
-    def __init__(self, count: int, timeout: float, folder: Path, start: Callable[[str], None]) -> None:
+    def __init__(self, count: int, timeout: float, folder: Path, start: Callable[[str, int], None]) -> None:
         self.timeout, self.folder, self.start = timeout, folder, start
         self.places = [Place(number) for number in range(count)]
 
@@ -94,6 +94,8 @@ class GeneratorPool:
         place.process = None
         place.incarnation += 1
         place.ends_in_a_row += 1
+        if place.ends_in_a_row == MAX_ENDS_IN_A_ROW:
+            server.report(f"generator {place.number} is not started again: it ended so often without a group")
         place.start_after = time.monotonic() + BACKOFF_SECONDS * 2 ** min(place.ends_in_a_row - 1, 5)
 
     def _start(self, place: Place, server: RolloutServer) -> None:
@@ -102,7 +104,7 @@ class GeneratorPool:
         def run(_channel: socket) -> None:
             redirect_output(log)
             faults.arm(number, incarnation)
-            self.start(name)
+            self.start(name, number)
 
         place.started = time.monotonic()
         try:

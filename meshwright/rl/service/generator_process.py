@@ -15,6 +15,7 @@ from meshwright import faults
 from meshwright.config import RLConfig
 from meshwright.errors import ConfigError, DataError, MeshwrightError
 from meshwright.framing import receive, send
+from meshwright.parallel.world import device_type
 from meshwright.rl.generator.group import GroupPolicies, build_group
 from meshwright.rl.generator.policy_model import PolicyModel
 from meshwright.rl.generator.sampling import Completion, SamplingSettings
@@ -31,10 +32,12 @@ RETRY_SECONDS = 1.0
 """The pause before a group is sent again that could not be written, or a policy is asked for again."""
 
 
-def run_generator(setup: RolloutSetup, name: str) -> None:
-    """Generates groups until the service ends."""
+def run_generator(setup: RolloutSetup, name: str, number: int) -> None:
+    """Generates groups until the service ends. With CUDA, the generators take the devices in turn."""
     torch.set_num_threads(setup.config.launch.threads)
     with RewardWorker(setup.reward) as worker:  # forked before this process opens a connection
+        if device_type(setup.config.launch) == "cuda":
+            torch.cuda.set_device(number % torch.cuda.device_count())
         generator = Generator(setup, name, worker)
         with connect(setup.address) as connection:
             send(connection, {"call": "hello", "generator": name})

@@ -231,7 +231,7 @@ class RolloutServer:
         client.learner, self.attempt, self.unavailable, self.failure = True, attempt, 0, ""
         if self.log is None:
             self.run = str(header["run"])
-            self.log = open_rollout_log(self.setup.folder, self.run, self.setup.config.rl.record_bytes)
+            self.log = open_rollout_log(self.setup.folder, self.run, self.setup.config.rl.segment_bytes)
             for damage in self.log.cut:
                 self.report(f"the rollout log was cut at {damage.position}: {damage.reason}")
         if self.queue is None:
@@ -288,7 +288,10 @@ class RolloutServer:
                 client.pending = None
                 failed = isinstance(error, FilterBudgetExceeded) and self.reward_failure
                 message = f"{error.message}; {self.reward_failure}" if failed else error.message
-                self._send(client, {"error": [message, error.hint], "again": error.exit_code == 1, "problems": self.take_problems()})
+                self._send(
+                    client,
+                    {"error": [message, error.hint], "again": error.exit_code == 1, "problems": self.take_problems()},
+                )
                 continue
             if batch is not None:
                 client.pending = None
