@@ -72,6 +72,8 @@ def served(tmp_path: Path) -> Iterator[ServedQueue]:
             config=rl_config(),
             folder=RunFolder(folder),
             queue_settings=lambda: QueueSettings(2, 1),
+            groups_per_step=1,
+            vocab=0,
             prompt_id=lambda group: group + 100,
         )
         server = RolloutServer(cast("RolloutSetup", setup))
@@ -151,12 +153,12 @@ def test_a_group_of_another_generator_is_refused_and_its_own_is_accepted(served:
     learner = served.begin()
     served.publish(learner)
     honest, liar = served.generator("g"), served.generator("h")
-    assignment = served.ask(honest, call="assign")
+    (assignment,) = served.ask(honest, call="assign")["groups"]
     assert (assignment["group"], assignment["prompt_id"], assignment["version"]) == (0, 100, [1, 0])
     send(liar, {"call": "group"}, group(0, PolicyVersion(1, 0), "g"))
     served.turn()
     assert liar.recv(1) == b""
-    assert served.ask(honest, group(0, PolicyVersion(1, 0)), call="group") == {"verdict": "accepted"}
+    assert served.ask(honest, group(0, PolicyVersion(1, 0)), call="group") == {"verdict": "accepted", "group": 0}
     batch = served.ask(learner, call="batch", step=0, attempt=1)
     assert [entry["group"] for entry in batch["groups"]] == [0]
     assert any("was disconnected: a group of 'g'" in problem for problem in batch["problems"])
@@ -167,11 +169,14 @@ def test_a_generator_with_a_policy_of_a_lost_timeline_gets_the_new_one(served: S
     learner = served.begin()
     served.publish(learner)
     generator = served.generator()
-    assert served.ask(generator, call="assign")["version"] == [1, 0]
+    assert served.ask(generator, call="assign")["groups"][0]["version"] == [1, 0]
     learner = served.begin(attempt=2)
     served.publish(learner, attempt=2)
-    assert served.ask(generator, group(0, PolicyVersion(1, 0)), call="group") == {"verdict": "lost_timeline"}
-    assert served.ask(generator, call="assign")["version"] == [2, 0]
+    assert served.ask(generator, group(0, PolicyVersion(1, 0)), call="group") == {
+        "verdict": "lost_timeline",
+        "group": 0,
+    }
+    assert served.ask(generator, call="assign")["groups"][0]["version"] == [2, 0]
 
 
 def test_a_policy_that_no_generator_can_load_ends_the_wait_of_the_learner(served: ServedQueue) -> None:
@@ -180,7 +185,7 @@ def test_a_policy_that_no_generator_can_load_ends_the_wait_of_the_learner(served
     send(learner, {"call": "batch", "step": 0, "attempt": 1})
     generator = served.generator()
     for _ in range(server_module.MAX_UNAVAILABLE):
-        assert served.ask(generator, call="assign")["group"] == 0
+        assert served.ask(generator, call="assign")["groups"][0]["group"] == 0
         send(generator, {"call": "unavailable", "reason": "policy 1.0 is damaged"})
     served.turn()
     while "error" not in (answer := receive(learner)[0]):
