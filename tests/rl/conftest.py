@@ -13,26 +13,26 @@ from meshwright import train
 
 
 @pytest.fixture(scope="session")
-def rl_golden(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], str]:
-    """The digest of an undisturbed run with a staleness bound, created once."""
-    digests: dict[int, str] = {}
+def rl_golden(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+    """The digest of an undisturbed run with a staleness bound on some ranks, created once."""
+    digests: dict[tuple[int, int], str] = {}
 
-    def get(staleness: int) -> str:
-        if staleness not in digests:
+    def get(staleness: int, ranks: int = 1) -> str:
+        if (staleness, ranks) not in digests:
             fault = os.environ.pop("MESHWRIGHT_FAULT", None)
             folder = tmp_path_factory.mktemp("undisturbed") / "run"
-            train(rl_config(f"--rl.staleness={staleness}"), run=folder, quiet=True)
+            train(rl_config(f"--rl.staleness={staleness}", ranks=ranks), run=folder, quiet=True)
             assert_rollout_rules(folder, staleness)
-            digests[staleness] = final_digest(folder)
+            digests[staleness, ranks] = final_digest(folder)
             if fault is not None:
                 os.environ["MESHWRIGHT_FAULT"] = fault
-        return digests[staleness]
+        return digests[staleness, ranks]
 
     return get
 
 
 @pytest.fixture
-def rl_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rl_golden: Callable[[int], str]) -> Iterator[RLRuns]:
+def rl_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, rl_golden: Callable[..., str]) -> Iterator[RLRuns]:
     """Whatever happens to a run, it leaves no process, and no file in the folder of temporary files."""
     temporary = tmp_path / "tmp"
     temporary.mkdir()

@@ -154,7 +154,7 @@ def temporary_files() -> set[str]:
 class RLRuns:
     """Runs under faults in one folder, compared with an undisturbed run."""
 
-    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, golden: Callable[[int], str]) -> None:
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch, golden: Callable[..., str]) -> None:
         self.folder, self.monkeypatch, self.golden = folder, monkeypatch, golden
 
     def run(self, fault: str = "", *overrides: str, staleness: int = 0, ranks: int = 1, **options: Any) -> Result:
@@ -167,8 +167,8 @@ class RLRuns:
     def attempts(self) -> int:
         return len(list((self.folder / "attempts").iterdir()))
 
-    def assert_equals_undisturbed_run(self, staleness: int) -> None:
-        assert self.final_digest() == self.golden(staleness)
+    def assert_equals_undisturbed_run(self, staleness: int, ranks: int = 1) -> None:
+        assert self.final_digest() == self.golden(staleness, ranks)
         assert_rollout_rules(self.folder, staleness)
 
     def final_digest(self) -> str:
