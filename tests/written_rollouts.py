@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from meshwright.config import config_to_toml, load_config
+from meshwright.data.character_tokenizer import CharacterTokenizer
 from meshwright.data.stream import Stream
 from meshwright.rl.log.open_log import open_rollout_log
 from meshwright.rl.queue import QueueSettings, RolloutQueue, StepBatch
 from meshwright.rl.queue.cursor import RolloutCursor
 from meshwright.rl.rollout import Rollout, RolloutGroup
-from meshwright.rl.tasks.tokenizer import CharacterTokenizer
 from meshwright.rl.version import PolicyVersion
 from meshwright.telemetry.run_folder import RunFolder
 
