@@ -12,12 +12,12 @@ from typing import Any
 import numpy as np
 
 from meshwright.config import config_to_toml, load_config
+from meshwright.data.character_tokenizer import CharacterTokenizer
 from meshwright.data.stream import Stream
 from meshwright.rl.log.open_log import open_rollout_log
 from meshwright.rl.queue import QueueSettings, RolloutQueue, StepBatch
 from meshwright.rl.queue.cursor import RolloutCursor
 from meshwright.rl.rollout import Rollout, RolloutGroup
-from meshwright.rl.tasks.tokenizer import CharacterTokenizer
 from meshwright.rl.version import PolicyVersion
 from meshwright.telemetry.run_folder import RunFolder
 
@@ -65,11 +65,11 @@ class WrittenRollouts:
         with self.folder.events(0).open("a") as file:
             file.write(json.dumps(record, separators=(",", ":")) + "\n")
 
-    def begin(self, cursor: RolloutCursor | None = None) -> None:
-        """A new attempt, which resumes from a cursor or begins the run."""
+    def begin(self, cursor: RolloutCursor | None = None, fork: bool = False) -> None:
+        """A new attempt, which resumes from a cursor, forks the run there, or begins the run."""
         self.attempt += 1
         step = cursor.step if cursor is not None else 0
-        self.queue.begin(cursor, self.attempt, step)
+        self.queue.begin(cursor, self.attempt, step, fork)
         layout, batch = "replicate 2", "global 4 = micro 1 x data-parallel 2 x accumulation 2"
         self.write("start", steps=100, ranks=2, layout=layout, batch=batch, unit="tokens")
         if cursor is not None:
@@ -128,6 +128,14 @@ class WrittenRollouts:
             self.write("step", step=number, seconds=0.1, loss=0.1, phases=phases, tokens=10, samples=4, metrics=metrics)
             self.queue.publish(self.queue.lineage.version(number + 1))
         return batch
+
+    def complete(self, steps: int) -> RolloutCursor:
+        """Generates and completes steps; returns the cursor after them."""
+        for _ in range(steps):
+            while self.queue.batch(self.queue.status()["step"]) is None:
+                self.generate(1)
+            cursor = self.step().cursor
+        return cursor
 
     def close(self) -> None:
         self.log.close()

@@ -76,8 +76,10 @@ class Terminal:
     def _step(self, event: Event) -> None:
         self.recent.append(event)
         metrics = metric_fields(event)
-        if self.rollouts and self.rollouts[-1]["step"] == event["step"]:
-            self.rollouts[-1]["step_seconds"] = event["seconds"]
+        # The next step may have begun, and recorded its rollouts, before this one is recorded.
+        rollouts = next((record for record in reversed(self.rollouts) if record["step"] == event["step"]), None)
+        if rollouts is not None:
+            rollouts["step_seconds"] = event["seconds"]
             metrics = rollout_fields(event, self.rollouts)
         if self.live is not None:
             width = self.console.width

@@ -100,6 +100,59 @@ def test_fates_of_all_records_add_up_to_the_account(run, lookup):
     assert max(groups) < 40
 
 
+def count_fates(run: WrittenRollouts) -> tuple[list[tuple[int, int]], Counter[str]]:
+    """(step, attempt) of the steps that count, and the rollouts of every fate before the last of them."""
+    counted = read_rollout_steps(run.folder, lambda *_: True).counted()
+    lookup, fates = open_rollout_lookup(run.folder.root), Counter[str]()
+    for group in range(40):
+        for record in lookup.find(str(group))["records"]:
+            if record["position"] < counted[-1].log.to_json():
+                fates[record["fate"]] += len(record["rollouts"])
+    amounts = counted[-1].counts
+    expected = {"trained": amounts.trained, "in_flight": amounts.in_flight, **amounts.dropped}
+    assert fates == Counter({fate: amount.rollouts for fate, amount in expected.items() if amount.rollouts})
+    return [(step.step, step.attempt) for step in counted], fates
+
+
+def test_rollouts_before_a_fork_are_trained_and_those_in_flight_are_dropped(tmp_path):
+    run = WrittenRollouts(tmp_path / "run")
+    run.begin()
+    run.complete(2)
+    run.generate(3)  # one more than the next step takes: it is in flight at the fork
+    cursor = run.step().cursor
+    run.begin(cursor, fork=True)
+    run.complete(2)
+    run.close()
+    steps, fates = count_fates(run)
+    assert steps == [(0, 1), (1, 1), (2, 1), (3, 2), (4, 2)]
+    assert (fates["trained"], fates["lost_timeline"]) == (5 * 2 * GROUP_SIZE, GROUP_SIZE)
+    lookup = open_rollout_lookup(run.folder.root)
+    assert not lookup.show(0)["lost_timeline"]
+    found = lookup.find("0.0@1.0")
+    assert (found["fate"], found["lost_training"], found["records"][0]["on_lineage"]) == ("trained", [], True)
+    assert found["lineage"] == {"ended": [[1, 3]], "timeline": 2}
+
+
+def test_history_follows_restarts_and_forks_of_forks(tmp_path):
+    run = WrittenRollouts(tmp_path / "run")
+    run.begin()
+    first = run.complete(1)
+    run.complete(2)
+    run.begin(first)  # steps 1 and 2 of attempt 1 are lost
+    second = run.complete(1)
+    run.complete(1)
+    run.begin(second, fork=True)  # step 2 of attempt 2 is lost
+    third = run.complete(2)
+    run.complete(1)
+    run.begin(third)  # step 4 of attempt 3 is lost
+    run.complete(1)
+    assert count_fates(run)[0] == [(0, 1), (1, 2), (2, 3), (3, 3), (4, 4)]
+    run.begin(first, fork=True)  # before the first fork
+    run.complete(2)
+    run.close()
+    assert count_fates(run)[0] == [(0, 1), (1, 5), (2, 5)]
+
+
 def test_every_rollout_is_trained_at_most_once(lookup):
     for group in range(40):
         fates = [record["fate"] for record in lookup.find(str(group))["records"]]

@@ -12,7 +12,7 @@ from written_rollouts import RL, WrittenRollouts, write_restarted_run
 from meshwright.cli import main
 from meshwright.config import load_config
 from meshwright.diagnose.run.diagnose import diagnose_run
-from meshwright.history.rollouts.table import RolloutHistory
+from meshwright.history.rollouts.table import MAX_BEGUN, RolloutHistory
 from meshwright.history.run_history import RunHistory
 from meshwright.observe.report.run_report import build_report
 from meshwright.observe.terminal import Terminal
@@ -105,6 +105,52 @@ def test_terminal_line_is_short_and_has_what_matters(run):
     assert "reward 0.5  kl 0.01  entropy 2  stale 0  queue 0  generators idle 0%  learner waits 75%" in first
     assert "mismatch" not in lines
     assert "reward_std" not in lines
+
+
+def record_late(events):
+    """The events in the order of a device whose steps are recorded one step late."""
+    begun = [event for event in events if event["kind"] == "rollouts"]
+    steps = [event for event in events if event["kind"] == "step"]
+    pairs = zip(begun[1 : len(steps)], steps[:-1], strict=True)
+    return [begun[0], *(event for pair in pairs for event in pair), steps[-1]]
+
+
+def written_steps(count):
+    for step in range(count):
+        yield {"kind": "rollouts", "step": step, "attempt": 1, "wait_seconds": step / 100}
+        yield {"kind": "step", "step": step, "attempt": 1, "seconds": 1.0, "metrics": {"reward": step / 10}}
+
+
+def test_steps_that_are_recorded_after_the_next_has_begun_have_their_rows():
+    history = RolloutHistory()
+    for event in record_late(list(written_steps(10))):
+        (history.receive_step if event["kind"] == "step" else history.receive)(event)
+    assert history.table.step.tolist() == list(range(10))
+    assert history.table.column("wait_seconds").tolist() == [step / 100 for step in range(10)]
+    assert history.table.column("reward").tolist() == [step / 10 for step in range(10)]
+
+
+def test_only_the_newest_steps_that_have_begun_are_kept():
+    history = RolloutHistory()
+    events = list(written_steps(MAX_BEGUN + 1))
+    for event in events[::2]:
+        history.receive(event)
+    for event in events[1::2]:
+        history.receive_step(event)
+    assert history.table.step.tolist() == list(range(1, MAX_BEGUN + 1))
+
+
+def test_terminal_line_has_the_rollouts_of_a_step_that_is_recorded_late(run):
+    config = load_config(overrides=[*RL, "--batch.global=4", "--log_every=1"], ranks=2, steps=5)
+    stream = io.StringIO()
+    terminal = Terminal(config, run.folder.root, 1, stream)
+    events = [json.loads(line) for line in run.folder.events(0).read_text().splitlines()]
+    shown = [event for event in events if event["attempt"] == 1]
+    for event in record_late(shown):
+        terminal.show({"lr": 1e-3, "grad_norm": 1.0, "memory": 1 << 20, **event})
+    lines = stream.getvalue().splitlines()
+    assert len(lines) > 1
+    assert all("learner waits 75%" in line for line in lines)
 
 
 def test_page_has_curves_and_account_of_rollouts_only(run, tmp_path):

@@ -31,7 +31,11 @@ class FoundRecord:
 
 
 def judge_records(
-    log: RolloutReader, number: int, counted: Sequence[RolloutStep], lineage: PolicyLineage | None, staleness: int
+    log: RolloutReader,
+    number: int,
+    counted: Sequence[RolloutStep],
+    lineages: Sequence[PolicyLineage | None],
+    staleness: int,
 ) -> tuple[list[dict[str, Any]], list[FoundRecord]]:
     """What became of every record of a group.
 
@@ -39,7 +43,7 @@ def judge_records(
         log: the rollout log of the run.
         number: the group.
         counted: the completed steps on the lineage, in order, with the groups of those that consume the group.
-        lineage: the timelines of the run; None if no step has begun.
+        lineages: the lineage of every counted step, and of the step that follows them; None if no step has begun.
         staleness: the bound of the run.
 
     Returns:
@@ -63,20 +67,32 @@ def judge_records(
         while done < len(counted) and counted[done].log <= record.position:
             waiting = finish_step(counted[done], waiting, judged, damaged, number, staleness)
             done += 1
+            waiting = drop_lost(waiting, lineages[done], judged)
         next_step = counted[done - 1].step + 1 if done else 0
         found = FoundRecord(record.position, group, "in_flight")
-        if lineage is not None and not lineage.contains(group.version):
-            judged.append(replace(found, fate="lost_timeline"))
-        elif next_step - group.version.step > staleness:
+        if drop_lost(found, lineages[done], judged) is None:
+            continue
+        if next_step - group.version.step > staleness:
             judged.append(replace(found, fate="stale", step=counted[done - 1]))
         elif waiting is not None or (done and number < counted[done - 1].frontier):
             judged.append(replace(found, fate="duplicate"))
         else:
             waiting = found
-    for step in counted[done:]:
+    for step, following in zip(counted[done:], lineages[done + 1 :], strict=True):
         waiting = finish_step(step, waiting, judged, damaged, number, staleness)
+        waiting = drop_lost(waiting, following, judged)
     records = [*judged, *([waiting] if waiting is not None else [])]
     return damaged, sorted(records, key=lambda found: found.position)
+
+
+def drop_lost(
+    found: FoundRecord | None, lineage: PolicyLineage | None, judged: list[FoundRecord]
+) -> FoundRecord | None:
+    """A record, if the next step may take it; one of a lost timeline, or from before a fork, is added to `judged`."""
+    if found is None or lineage is None or lineage.contains(found.group.version):
+        return found
+    judged.append(replace(found, fate="lost_timeline"))
+    return None
 
 
 def finish_step(

@@ -125,7 +125,7 @@ class RolloutLookup:
         counted = steps.counted()
         reader = open_rollout_reader(self.folder, self.run_id)
         try:
-            damaged, records = judge_records(reader, number, counted, steps.lineage, self.staleness)
+            damaged, records = judge_records(reader, number, counted, steps.lineages_of(counted), self.staleness)
         finally:
             reader.close()
         chosen = [record for record in records if version is None or record.group.version == version]
@@ -139,7 +139,7 @@ class RolloutLookup:
             else [],
             "lost_training": self._lost_training(number, version, steps),
             "frontier": counted[-1].frontier if counted else 0,
-            "lineage": steps.lineage.to_json() if steps.lineage is not None else None,
+            "lineage": steps.history.to_json() if steps.history is not None else None,
             "damaged": damaged[:MAX_DAMAGE],
         }
         unread = self._unread(number, version, counted, records, damaged)
@@ -261,7 +261,7 @@ class RolloutLookup:
             "step": found.step.step if found.step is not None else None,
             "attempt": found.step.attempt if found.step is not None else None,
             "staleness": found.step.step - found.group.version.step if found.step is not None else None,
-            "on_lineage": steps.lineage is None or steps.lineage.contains(found.group.version),
+            "on_lineage": found.fate != "lost_timeline",
         }
         if found.fate == "trained" and found.step is not None and found.consumed is not None:
             located = self._has_layout_of(steps, found.step.attempt)

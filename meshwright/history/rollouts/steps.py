@@ -1,12 +1,14 @@
 """Reads which groups of rollouts each step of a run consumed, from the untrusted events of rank 0. Torch-free.
 
 A step that several attempts ran counts once: the last attempt that completed it, unless a later attempt resumed from a
-checkpoint before it, so that its timeline is lost.
+checkpoint before it, so that its timeline is lost. A fork takes no rollout of the timelines before it, and its lineage
+does not have them; the steps that were trained on them still led to its weights.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -66,7 +68,11 @@ class RolloutSteps:
     """The steps of a run that train on rollouts."""
 
     lineage: PolicyLineage | None = None
-    """the timelines up to the newest attempt that has begun a step"""
+    """the timelines of whose rollouts the newest attempt that has begun a step may take"""
+    lineages: dict[int, PolicyLineage] = field(default_factory=dict)
+    """attempt -> the same of each attempt"""
+    history: PolicyLineage | None = None
+    """the timelines that led to the newest weights, those before forks too"""
     begun: dict[tuple[int, int], RolloutStep] = field(default_factory=dict)
     """(step, attempt) -> the record of the step when its batch was formed"""
     completed: set[tuple[int, int]] = field(default_factory=set)
@@ -76,7 +82,7 @@ class RolloutSteps:
 
     def is_lost(self, step: RolloutStep) -> bool:
         """Whether a later attempt resumed from a checkpoint before the step."""
-        return self.lineage is not None and not self.lineage.contains(step.after)
+        return self.history is not None and not self.history.contains(step.after)
 
     def counted(self) -> list[RolloutStep]:
         """The completed steps on the lineage, in order."""
@@ -86,6 +92,10 @@ class RolloutSteps:
             if key in self.completed and not self.is_lost(step)
         }
         return list(found.values())
+
+    def lineages_of(self, counted: Sequence[RolloutStep]) -> list[PolicyLineage | None]:
+        """The lineage of every counted step, and that of the step which follows them."""
+        return [*(self.lineages.get(step.attempt) for step in counted), self.lineage]
 
     def attempts_of(self, number: int) -> list[RolloutStep]:
         """Every record of a step, that of the oldest attempt first."""
@@ -113,12 +123,54 @@ def read_rollout_steps(folder: RunFolder, wanted: Callable[[int, int, int], bool
             steps.completed.add((step, attempt))
         elif step is not None:
             try:
+                lineage = PolicyLineage.from_json(event.get("lineage"))
+                if lineage.timeline != attempt:
+                    continue
                 steps.begun[step, attempt] = parse_step(event, step, attempt, wanted)
-                steps.lineage = PolicyLineage.from_json(event.get("lineage"))
             except (ValueError, TypeError, IndexError):
                 continue
+            steps.lineage = steps.lineages[attempt] = lineage
     steps.completed &= steps.begun.keys()
+    if steps.lineage is not None:
+        first_steps: dict[int, int] = {}
+        for step, attempt in steps.begun:
+            first_steps[attempt] = min(step, first_steps.get(attempt, step))
+        steps.history = trace_history(steps.lineage, steps.lineages, first_steps)
     return steps
+
+
+def trace_history(
+    newest: PolicyLineage, lineages: Mapping[int, PolicyLineage], first_steps: Mapping[int, int]
+) -> PolicyLineage:
+    """Joins a lineage with those before its forks.
+
+    Args:
+        newest: the lineage of the newest attempt.
+        lineages: that of every attempt; the one of a fork begins with its own timeline.
+        first_steps: attempt -> its first step.
+    """
+    ended = deque(newest.ended)
+    root = oldest_timeline(newest)
+    limit = first_steps.get(root, 0)
+    for attempt in sorted(lineages, reverse=True):
+        if limit == 0:  # nothing was trained before
+            break
+        if attempt >= root:
+            continue
+        before = lineages[attempt]
+        kept = [entry for entry in before.ended if entry[1] < limit]
+        last = before.ended[len(kept)][0] if len(kept) < len(before.ended) else before.timeline
+        if ended and ended[0][1] <= limit:  # the fork has no step that counts
+            ended.popleft()
+        ended.appendleft((last, limit))
+        ended.extendleft(reversed(kept))
+        root = min(oldest_timeline(before), attempt)
+        limit = min(limit, first_steps.get(root, 0))
+    return PolicyLineage(tuple(ended), newest.timeline)
+
+
+def oldest_timeline(lineage: PolicyLineage) -> int:
+    return lineage.ended[0][0] if lineage.ended else lineage.timeline
 
 
 def parse_step(event: Event, step: int, attempt: int, wanted: Callable[[int, int, int], bool]) -> RolloutStep:

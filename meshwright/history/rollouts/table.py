@@ -19,6 +19,8 @@ METRICS = ("reward", "reward_std", "kl", "entropy", "clip_share", "staleness", "
 """The metrics of a step record that are kept."""
 RECORDED = ("wait_seconds", "generators", "generator_idle_seconds", "generator_seconds")
 """The numbers of a `rollouts` record that are kept."""
+MAX_BEGUN = 8
+"""Records of begun steps that are kept: a step may be recorded after the next one has begun."""
 COLUMNS = ("step", "attempt", "seconds", *METRICS, *RECORDED)
 INDEX = {name: index for index, name in enumerate(COLUMNS)}
 
@@ -100,12 +102,13 @@ class RolloutHistory:
         """the largest staleness of a rollout that was trained, over all steps"""
         self._max_rows = max_rows
         self._rows: list[list[float]] = []
-        self._begun: Event | None = None
+        self._begun: dict[tuple[int, int], Event] = {}
+        """(step, attempt) -> its `rollouts` record, of the newest steps that are not complete"""
         self._table: RolloutTable | None = None
 
     def __bool__(self) -> bool:
         """Whether the run trains on rollouts, as far as its records say."""
-        return bool(self._rows) or self._begun is not None
+        return bool(self._rows) or bool(self._begun)
 
     @property
     def table(self) -> RolloutTable:
@@ -118,21 +121,28 @@ class RolloutHistory:
         if event.get("kind") == "rollout_problem":
             self.problems.keep(clean_event(event))
         elif event.get("kind") == "rollouts":
-            self._begun = event
+            try:
+                key = step_key(event)
+            except InvalidField:
+                return
+            self._begun.pop(key, None)
+            self._begun[key] = event
+            while len(self._begun) > MAX_BEGUN:
+                del self._begun[next(iter(self._begun))]
 
     def receive_step(self, event: Event) -> None:
         """Takes a step record."""
-        begun = self._begun
-        if begun is None or any(begun.get(name) != event.get(name) for name in ("step", "attempt")):
-            return
         try:
-            numbers = [float(integer(event.get(name))) for name in ("step", "attempt")]
+            key = step_key(event)
         except InvalidField:
+            return
+        begun = self._begun.pop(key, None)
+        if begun is None:
             return
         metrics = bounded_object(event.get("metrics"))
         self._rows.append(
             [
-                *numbers,
+                *map(float, key),
                 finite_or_nan(event.get("seconds")),
                 *(finite_or_nan(metrics.get(name)) for name in METRICS),
                 *(finite_or_nan(begun.get(name)) for name in RECORDED),
@@ -147,3 +157,8 @@ class RolloutHistory:
             self.max_staleness = max(self.max_staleness or 0, integer(begun.get("staleness")))
         except (ValueError, InvalidField):
             return
+
+
+def step_key(event: Event) -> tuple[int, int]:
+    """(step, attempt) of an untrusted record. Raises InvalidField."""
+    return integer(event.get("step")), integer(event.get("attempt"))
