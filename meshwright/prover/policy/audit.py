@@ -40,6 +40,8 @@ class TrainedStep:
     """(group, version, prompt id)"""
     left_out: tuple[tuple[int, Version, str], ...]
     """(group, version, cause)"""
+    log: Position
+    """end of the log when its batch was formed"""
 
     @property
     def consumed(self) -> list[int]:
@@ -66,13 +68,15 @@ class AuditedRollouts:
     """groups in all steps of all attempts"""
     staleness: int = 0
     """the largest one"""
+    bound: int = 0
+    """rl.staleness"""
 
 
 def read_history(events: Iterable[Mapping[str, Any]], bound: int) -> AuditedRollouts:
     """Follows the events `rollouts` of all attempts. An attempt begins at the step of its first event: what earlier
     attempts had computed after that is lost, and may be trained again.
     """
-    history = AuditedRollouts()
+    history = AuditedRollouts(bound=bound)
     attempt = 0
     for event in events:
         step = TrainedStep(
@@ -80,6 +84,7 @@ def read_history(events: Iterable[Mapping[str, Any]], bound: int) -> AuditedRoll
             int(event["step"]),
             tuple((int(n), (int(v[0]), int(v[1])), int(prompt)) for n, v, prompt in event["groups"]),
             tuple((int(n), (int(v[0]), int(v[1])), str(cause)) for n, v, cause in event["dropped"]),
+            (int(event["log"][0]), int(event["log"][1])),
         )
         if step.attempt != attempt:
             attempt = step.attempt
@@ -134,11 +139,42 @@ def find_unlogged(history: AuditedRollouts, log: Iterable[LoggedGroup]) -> list[
     ]
 
 
+@dataclass
+class RejectionJudge:
+    """Says why a record that no step consumed, and that is not in flight, was dropped."""
+
+    steps: tuple[TrainedStep, ...]
+    timelines: tuple[int, ...]
+    bound: int
+    held: dict[int, int] = field(default_factory=dict)
+    """group -> step of the newest policy of its records that were no duplicates"""
+
+    def find_cause(self, record: LoggedGroup) -> str:
+        timeline, at = record.version
+        if at >= len(self.timelines) or timeline != self.find_timeline(at):
+            return "lost_timeline"
+        formed = [step for step in self.steps if step.log <= record.position]
+        if len(formed) - at > self.bound:
+            return "stale"
+        held = self.held.get(record.group)
+        if record.group < sum(len(step.consumed) for step in formed) or (
+            held is not None and len(formed) - held <= self.bound
+        ):
+            return "duplicate"
+        # It waited: a step that is now done was the last that could have trained it, or it cannot be read any more.
+        return "stale" if len(self.steps) - at > self.bound else "damaged"
+
+    def find_timeline(self, at: int) -> int:
+        """The timeline of the policy after `at` steps. The initial one is that which the first step trained."""
+        return self.timelines[at] if at else self.steps[0].trained[0][1][0]
+
+
 def check_counts(
     history: AuditedRollouts, log: list[LoggedGroup], attempt: int, cursor: Mapping[str, Any]
 ) -> list[str]:
-    """What is wrong with the counts of a checkpoint's cursor: each record of the log before it must be in one class.
-    Which record of a group trained is known by group and version; a second one with both is a duplicate.
+    """What is wrong with the counts of a checkpoint's cursor: each record of the log before it must be in one class,
+    and those that were dropped under their own cause. Which record of a group trained is known by group and version; a
+    second one with both is a duplicate.
     """
     done = int(cursor["step"])
     where = f"checkpoint of step {done}, attempt {attempt}"
@@ -148,32 +184,26 @@ def check_counts(
     consumed = {(n, v): "trained" for step in steps for n, v, _ in step.trained}
     consumed |= {(n, v): cause for step in steps for n, v, cause in step.left_out}
     waiting = {(int(segment), int(offset)) for _, segment, offset in cursor["in_flight"]}
+    judge = RejectionJudge(steps, history.timelines_at.get((attempt, done), ()), history.bound)
     amounts: dict[str, list[int]] = {}
     seen = set()
     for record in log:
         if record.position >= tuple(cursor["position"]):
             break
         key = (record.group, record.version)
-        kind = "in_flight" if record.position in waiting else "rejected"
         if key in consumed and key not in seen:
             kind = consumed[key]
+        else:
+            kind = "in_flight" if record.position in waiting else judge.find_cause(record)
+        if kind not in ("duplicate", "lost_timeline"):
+            judge.held[record.group] = max(record.version[1], judge.held.get(record.group, 0))
         seen.add(key)
         for name in ("generated", kind):
             amount = amounts.setdefault(name, [0, 0])
             amount[0] += record.rollouts
             amount[1] += record.tokens
     counts, none = cursor["counts"], [0, 0]
-    rejected = [
-        sum(counts["dropped"][c][i] for c in ("duplicate", "stale", "lost_timeline", "damaged")) for i in (0, 1)
-    ]
-    found = {
-        "generated": counts["generated"],
-        "trained": counts["trained"],
-        "in_flight": counts["in_flight"],
-        "no_signal": counts["dropped"]["no_signal"],
-        "failed": counts["dropped"]["failed"],
-        "rejected": rejected,
-    }
+    found = {name: counts[name] for name in ("generated", "trained", "in_flight")} | counts["dropped"]
     problems = [
         f"{where}: {name} is {list(found[name])}, and the log has {amounts.get(name, none)} rollouts and tokens"
         for name in found

@@ -54,6 +54,18 @@ def test_a_queue_without_lineage_trains_rollouts_of_a_lost_policy(tmp_path, monk
     assert any(LINEAGE in claim and "the weights descend from" in measured for claim, measured in found.items())
 
 
+def test_a_queue_that_counts_rollouts_of_a_lost_policy_as_stale_is_found(tmp_path, monkeypatch):
+    judge = RolloutQueue._judge
+
+    def call_lost_stale(self, header):
+        verdict = judge(self, header)
+        return "stale" if verdict == "lost_timeline" else verdict
+
+    monkeypatch.setattr(RolloutQueue, "_judge", call_lost_stale)
+    found = failed_claims(check_killed_rollouts(policy_config(), tmp_path))
+    assert [measured for claim, measured in found.items() if CONSERVATION in claim and "stale is" in measured]
+
+
 def test_every_check_of_a_run_on_samples_has_its_counterpart_or_a_reason():
     config = policy_config("--rl.staleness=1")
     checks = policy_checks(config)
