@@ -9,7 +9,6 @@ from meshwright.errors import ConfigError
 from meshwright.prover.policy.proof import policy_checks, policy_not_proven, require_built_in_policy
 from meshwright.prover.policy.rollouts import check_killed_rollouts
 from meshwright.rl.queue.rollout_queue import RolloutQueue
-from meshwright.trainer.policy.rollouts import RolloutLoader
 
 pytestmark = pytest.mark.timeout(200)
 
@@ -22,25 +21,6 @@ def test_a_run_killed_at_every_point_keeps_the_contract(tmp_path):
     claims = list(check_killed_rollouts(policy_config("--rl.staleness=1"), tmp_path))
     assert len(claims) == 8
     assert failed_claims(claims) == {}
-
-
-def test_a_cursor_that_is_not_committed_trains_rollouts_twice(tmp_path, monkeypatch):
-    step, position = RolloutLoader._step, RolloutLoader.position
-
-    def remember_frontier(self, number):
-        self.frontier_before = self.cursor["frontier"]
-        return step(self, number)
-
-    def commit_frontier_before(self, done):
-        found = position(self, done)
-        versions = [[self.frontier_before, *found["versions"][0][1:]], *found["versions"][1:]]
-        return {**found, "frontier": self.frontier_before, "versions": versions}
-
-    monkeypatch.setattr(RolloutLoader, "_step", remember_frontier)
-    monkeypatch.setattr(RolloutLoader, "position", commit_frontier_before)
-    found = failed_claims(check_killed_rollouts(policy_config(), tmp_path))
-    assert any(TRAINED_ONCE in claim and "was consumed by step" in measured for claim, measured in found.items())
-    assert any(CONSERVATION in claim and "the frontier is" in measured for claim, measured in found.items())
 
 
 def test_a_queue_without_lineage_trains_rollouts_of_a_lost_policy(tmp_path, monkeypatch):
