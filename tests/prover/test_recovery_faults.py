@@ -109,8 +109,8 @@ def test_recovery_check_has_no_false_alarm_on_other_axes(options):
 
 
 def test_run_is_killed_at_every_fail_point():
-    """A preflight precedes the run, and only a run with reinforcement learning has rollouts."""
-    others = ("preflight.", "rollout.")
+    """A preflight precedes the run, and only a run of reinforcement learning has rollouts, generators and policies."""
+    others = ("preflight.", "rollout.", "generator.", "policy.")
     assert sorted(recovery.KILL_POINTS) == sorted(point for point in FAIL_POINTS if not point.startswith(others))
 
 
