@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import socket
 import struct
 from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
 Buffer = bytes | bytearray | memoryview
@@ -16,6 +19,23 @@ LENGTHS = struct.Struct(">IQ")
 MAX_HEADER_BYTES = 64 << 20
 MAX_CONTENT_BYTES = 1 << 32
 RECEIVE_BYTES = 1 << 20
+
+
+MAX_SOCKET_PATH = 107
+"""The most bytes of the path of a Unix socket."""
+
+
+@contextmanager
+def socket_path(path: Path) -> Iterator[str]:
+    """A path by which a Unix socket can be bound or reached, also if the path itself is too long for one."""
+    if len(os.fsencode(path)) <= MAX_SOCKET_PATH:
+        yield str(path)
+        return
+    folder = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)
 
 
 class PeerEnded(OSError):

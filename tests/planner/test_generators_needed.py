@@ -105,7 +105,7 @@ def test_weights_that_no_device_has_room_for_are_named():
 def test_plan_of_the_example_has_generators_and_that_of_samples_has_none():
     result = plan(EXAMPLE, "h100:1")
     record = plan_json(result, 1)["generators"]
-    assert record["groups_per_step"] == 8
+    assert record["groups_per_step"] == 2
     assert record["group_seconds"] > 0
     assert record["asynchronous"] >= 1
     assert plan_json(plan("tiny", "h100:1"), 1)["generators"] is None

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import DataError, MeshwrightError, PeerError
-from meshwright.framing import receive, send
+from meshwright.framing import receive, send, socket_path
 from meshwright.rl.version import PolicyLineage, PolicyVersion
 
 CONNECT_SECONDS = 60.0
@@ -26,12 +26,13 @@ def connect(address: Path, seconds: float = CONNECT_SECONDS) -> socket.socket:
     while True:
         connection = socket.socket(socket.AF_UNIX)
         try:
-            connection.connect(str(address))
+            with socket_path(address) as path:
+                connection.connect(path)
             return connection
         except OSError as error:
             connection.close()
             if time.monotonic() > deadline:
-                raise PeerError(f"the rollout service does not answer: {error.strerror}") from None
+                raise PeerError(f"the rollout service does not answer: {error}") from None
             time.sleep(RETRY_SECONDS)
 
 

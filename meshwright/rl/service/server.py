@@ -17,7 +17,7 @@ from functools import partial
 from typing import Any
 
 from meshwright.errors import MeshwrightError
-from meshwright.framing import MessageAssembler, PeerEnded, send
+from meshwright.framing import MessageAssembler, PeerEnded, send, socket_path
 from meshwright.rl.log.frames import MAX_RECORD_BYTES
 from meshwright.rl.log.interface import RolloutLog
 from meshwright.rl.log.open_log import open_rollout_log
@@ -96,7 +96,8 @@ class RolloutServer:
         """seconds of generators that have disconnected"""
 
     def listen(self) -> None:
-        self.listener.bind(str(self.setup.address))
+        with socket_path(self.setup.address) as path:
+            self.listener.bind(path)
         self.listener.listen(1024)
         self.listener.setblocking(False)
         self.selector.register(self.listener, selectors.EVENT_READ)
