@@ -91,4 +91,4 @@ def test_proof_runs_keep_the_settings_of_the_objective():
         "--rl.temperature=0.9",
     )
     shrunk = killed_policy_run(user, 7).rl
-    assert replace(shrunk, group_size=8, policy="newest") == user.rl
+    assert replace(shrunk, group_size=user.rl.group_size, policy="newest") == user.rl
