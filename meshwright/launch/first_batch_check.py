@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -24,16 +25,7 @@ def prepare_custom_model(custom: CustomModel, source: Source, config: RunConfig,
     ConfigError if its loss is not a sum over samples.
     """
     custom = replace(custom, batch=find_structure(source, custom.collate))
-    launch = config.launch
-    try:
-        [found] = run_ranks(run_check, 1, custom, source, config, timeout=launch.hang_timeout)
-    except RanksFailed as failed:
-        if failed.first.error_type == "Hang":
-            raise ConfigError(
-                f"the model did not finish its first batch within launch.hang_timeout = {launch.hang_timeout:g} s",
-                "try the model on one batch outside of Meshwright, or a longer launch.hang_timeout",
-            ) from None
-        raise failed.cause() from None
+    found = check_in_process(run_check, "first batch", config.launch.hang_timeout, custom, source, config)
     assert isinstance(found, FirstBatch)
     if found.unused and uses_ddp(layout) and not (config.ddp.find_unused_parameters or config.ddp.static_graph):
         more = f" and {len(found.unused) - 1} more" if len(found.unused) > 1 else ""
@@ -43,6 +35,19 @@ def prepare_custom_model(custom: CustomModel, source: Source, config: RunConfig,
         )
     custom = found.apply(custom)
     return replace(custom, notes=(*custom.notes, *dtype_notes(custom.module, config.precision)))
+
+
+def check_in_process(check: Callable[..., Any], what: str, timeout: float, *args: Any) -> Any:
+    """Runs a check of a user's model in a process of its own, and returns its value or raises its error."""
+    try:
+        return run_ranks(check, 1, *args, timeout=timeout)[0]
+    except RanksFailed as failed:
+        if failed.first.error_type == "Hang":
+            raise ConfigError(
+                f"the model did not finish its {what} within launch.hang_timeout = {timeout:g} s",
+                "try the model on one batch outside of Meshwright, or a longer launch.hang_timeout",
+            ) from None
+        raise failed.cause() from None
 
 
 def run_check(_world: Any, custom: CustomModel, source: Source, config: RunConfig) -> FirstBatch:

@@ -8,8 +8,7 @@ import torch
 
 from meshwright.config import RunConfig
 from meshwright.errors import ConfigError, describe_exception, user_location
-from meshwright.launch.ranks import run_ranks
-from meshwright.recover.failures import RanksFailed
+from meshwright.launch.first_batch_check import check_in_process
 from meshwright.rl.generator.policy_model import ModulePolicy
 from meshwright.trainer.custom_model import CustomModel
 
@@ -25,16 +24,8 @@ def check_policy(custom: CustomModel, config: RunConfig, vocab: int) -> None:
     """
     if custom.on_meta():
         return
-    limit = config.launch.hang_timeout
-    try:
-        run_ranks(run_check, 1, custom, config, min(vocab, config.model.vocab), timeout=limit)
-    except RanksFailed as failed:
-        if failed.first.error_type == "Hang":
-            raise ConfigError(
-                f"the model did not finish its first forward pass within launch.hang_timeout = {limit:g} s",
-                "try the model on one batch outside of Meshwright, or a longer launch.hang_timeout",
-            ) from None
-        raise failed.cause() from None
+    timeout = config.launch.hang_timeout
+    check_in_process(run_check, "first forward pass", timeout, custom, config, min(vocab, config.model.vocab))
 
 
 def run_check(_world: Any, custom: CustomModel, config: RunConfig, vocab: int) -> None:

@@ -55,12 +55,6 @@ def validate_rollouts(config: RunConfig, batch: Batch) -> None:
             f"batch.global = {batch.global_} rollouts are not whole groups of rl.group_size = {rl.group_size}",
             f"expected a multiple, such as {sizes}",
         )
-    if rl.completion_tokens >= config.data.sequence:
-        raise ConfigError(
-            f"rl.completion_tokens = {rl.completion_tokens} leaves no room for a prompt in data.sequence = "
-            f"{config.data.sequence}",
-            "expected fewer completion tokens, or a longer sequence",
-        )
     if rl.vllm_url and rl.generators > 1:
         raise ConfigError(
             f"rl.generators = {rl.generators} with rl.vllm_url: the server has one policy at a time",

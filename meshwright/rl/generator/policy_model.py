@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Protocol
 
@@ -140,7 +140,7 @@ class ModulePolicy:
 
 def logits_of(output: Any) -> Tensor:
     """The logits of the output of a user's module."""
-    logits = output if isinstance(output, Tensor) else getattr(output, "logits", None)
+    logits = output.get("logits") if isinstance(output, Mapping) else getattr(output, "logits", output)
     if not isinstance(logits, Tensor) or logits.ndim != 3:
         found = f"a tensor of shape {tuple(logits.shape)}" if isinstance(logits, Tensor) else type(output).__name__
         raise ConfigError(

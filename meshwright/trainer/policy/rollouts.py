@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import asdict, replace
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -246,7 +246,7 @@ class RolloutLoader:
                 counts=answer["cursor"]["counts"],
                 log=answer["cursor"]["position"],
                 lineage=answer["cursor"]["lineage"],
-                mismatch=asdict(rows.mismatch),
+                mismatch=rows.mismatch.to_json(),
                 wait_seconds=round(seconds, 6),
                 generators=status["generators_connected"],
                 generator_idle_seconds=status["generator_idle_seconds"],
