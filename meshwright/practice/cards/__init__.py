@@ -1,0 +1,1 @@
+"""Cards: questions whose answers are predicted, run and seen."""

@@ -1,0 +1,142 @@
+"""What a card is: a question, its answer, and the experiment that decides it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Literal
+
+from meshwright.practice.pictures import Picture
+
+Kind = Literal["state placement", "communication", "schedule", "numerics", "data", "recovery", "diagnosis", "judgement"]
+Comparison = Literal["==", "!=", "<", "<=", ">", ">="]
+INVERSE: dict[Comparison, Comparison] = {"==": "!=", "!=": "==", "<": ">=", ">=": "<", "<=": ">", ">": "<="}
+KnobValue = int | float | str | bool
+Knobs = Mapping[str, KnobValue]
+
+
+@dataclass(frozen=True)
+class Knob:
+    """A setting of an experiment that the reader may change. The first value is the default."""
+
+    name: str
+    values: tuple[KnobValue, ...]
+    meaning: str
+
+
+@dataclass(frozen=True)
+class Observation:
+    """What an experiment has measured. Relations, predictions and claims refer to `values` by name."""
+
+    values: Mapping[str, float]
+    picture: Picture
+    notes: tuple[str, ...] = ()
+    """sentences about this run, for the terminal and the page"""
+
+
+@dataclass(frozen=True)
+class Relation:
+    """A statement about an observation that can be false: `left` compared with `right`. A side is the name of a
+    value or a number; `tolerance` is relative to `right` and widens ==, <= and >=.
+    """
+
+    text: str
+    left: str
+    comparison: Comparison
+    right: str | float
+    tolerance: float = 0.0
+
+    def holds(self, values: Mapping[str, float]) -> bool:
+        left = values[self.left]
+        right = values[self.right] if isinstance(self.right, str) else self.right
+        slack = self.tolerance * abs(right)
+        match self.comparison:
+            case "==":
+                return abs(left - right) <= slack
+            case "!=":
+                return abs(left - right) > slack
+            case "<":
+                return left < right
+            case "<=":
+                return left <= right + slack
+            case ">":
+                return left > right
+            case ">=":
+                return left >= right - slack
+
+    def inverted(self) -> Relation:
+        """The statement that is true exactly where this one is false. Only == and != keep their tolerance."""
+        kept = self.tolerance if self.comparison in ("==", "!=") else -self.tolerance
+        inverse = INVERSE[self.comparison]
+        return replace(self, comparison=inverse, tolerance=kept if inverse in ("==", "!=") else 0.0)
+
+
+@dataclass(frozen=True)
+class Prediction:
+    """A number that the reader states before the run: the value of the observation with the name `value`."""
+
+    value: str
+    question: str
+    unit: str
+    tolerance: float = 0.02
+    """relative error up to which the prediction counts as exact"""
+
+
+@dataclass(frozen=True)
+class Claim:
+    """A sentence to choose or to reject, which the observation decides: it is true where `relation` holds."""
+
+    text: str
+    relation: Relation
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a fact comes from. The source of an own run is the command that prints it."""
+
+    kind: Literal["official", "paper", "own run"]
+    title: str
+    where: str
+
+
+@dataclass(frozen=True)
+class Experiment:
+    """A run on `ranks` local ranks, through the parts that train."""
+
+    run: Callable[[Knobs], Observation]
+    ranks: int = 1
+    knobs: tuple[Knob, ...] = ()
+
+    def defaults(self) -> dict[str, KnobValue]:
+        return {knob.name: knob.values[0] for knob in self.knobs}
+
+
+@dataclass(frozen=True)
+class Card:
+    """One card. A card with `predictions` is graded by their error, one with `claims` by the choice among them.
+
+    `relations` must hold in every run with the default knobs. `refuted` are the common wrong statements about it:
+    they must be false.
+    """
+
+    id: str
+    kind: Kind
+    question: str
+    answer: str
+    notes: str
+    mistake: str
+    experiment: Experiment
+    relations: tuple[Relation, ...]
+    predictions: tuple[Prediction, ...] = ()
+    claims: tuple[Claim, ...] = ()
+    refuted: tuple[Relation, ...] = ()
+    sources: tuple[Source, ...] = ()
+    items: tuple[int, ...] = field(default=())
+    """numbers of the handbook items that this card makes real"""
+    chapter: str = ""
+    """page of the handbook, such as handbook/sharding.md"""
+
+    def broken(self, values: Mapping[str, float]) -> list[Relation]:
+        """The relations that do not hold, and the wrong statements that do."""
+        false = [relation for relation in self.relations if not relation.holds(values)]
+        return false + [relation for relation in self.refuted if relation.holds(values)]

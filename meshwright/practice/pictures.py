@@ -1,0 +1,60 @@
+"""Pictures of an experiment as data; the terminal and the page draw the same ones."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Bars:
+    """Labelled bars, each divided into parts, such as memory by class or bytes by collective."""
+
+    title: str
+    unit: str
+    labels: tuple[str, ...]
+    parts: dict[str, tuple[float, ...]]
+    """part -> one value per label"""
+
+
+@dataclass(frozen=True)
+class Span:
+    """One interval on a lane of a timeline."""
+
+    lane: str
+    name: str
+    begin: float
+    end: float
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """Intervals on lanes, such as phases per rank. Times are seconds, or ticks where order is what counts."""
+
+    title: str
+    unit: str
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True)
+class HeatMap:
+    """A table of numbers, such as the load of every expert per step."""
+
+    title: str
+    unit: str
+    rows: tuple[str, ...]
+    columns: tuple[str, ...]
+    values: tuple[tuple[float, ...], ...]
+
+
+@dataclass(frozen=True)
+class Curves:
+    """Lines over a common axis, such as losses over steps."""
+
+    title: str
+    x_label: str
+    y_label: str
+    x: tuple[float, ...]
+    lines: dict[str, tuple[float, ...]] = field(default_factory=dict)
+
+
+Picture = Bars | Timeline | HeatMap | Curves
