@@ -13,7 +13,6 @@ from meshwright.io import meshwright_home, read_json, write_json
 
 FILE = "practice.json"
 FORMAT = 1
-MAX_BYTES = 64 << 20
 
 
 @dataclass
@@ -36,7 +35,7 @@ def load_progress(path: Path, report: Callable[[str], None]) -> Progress:
     if not path.exists():
         return Progress()
     try:
-        return parse_progress(read_json(path, MAX_BYTES, str(path), "the progress of meshwright practice"), path)
+        return parse_progress(read_json(path, "the progress of meshwright practice", follow=True), path)
     except ConfigError as error:
         aside = set_aside(path)
         report(f"{path} is damaged ({error}); it is kept as {aside.name}, and progress starts anew")

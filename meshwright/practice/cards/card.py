@@ -37,7 +37,7 @@ class Observation:
 @dataclass(frozen=True)
 class Relation:
     """A statement about an observation that can be false: `left` compared with `right`. A side is the name of a
-    value or a number; `tolerance` is relative to `right` and widens ==, <= and >=.
+    value or a number; `tolerance` is relative to `right`: it widens ==, <= and >=, and narrows !=, < and >.
     """
 
     text: str
@@ -53,22 +53,16 @@ class Relation:
         match self.comparison:
             case "==":
                 return abs(left - right) <= slack
-            case "!=":
-                return abs(left - right) > slack
-            case "<":
-                return left < right
             case "<=":
                 return left <= right + slack
-            case ">":
-                return left > right
             case ">=":
                 return left >= right - slack
+            case _:
+                return not self.inverted().holds(values)
 
     def inverted(self) -> Relation:
-        """The statement that is true exactly where this one is false. Only == and != keep their tolerance."""
-        kept = self.tolerance if self.comparison in ("==", "!=") else -self.tolerance
-        inverse = INVERSE[self.comparison]
-        return replace(self, comparison=inverse, tolerance=kept if inverse in ("==", "!=") else 0.0)
+        """The statement that is true exactly where this one is false."""
+        return replace(self, comparison=INVERSE[self.comparison])
 
 
 @dataclass(frozen=True)
