@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from importlib import import_module
 from typing import Literal
 
 from meshwright.practice.pictures import Picture
@@ -11,6 +12,7 @@ from meshwright.practice.pictures import Picture
 Kind = Literal["state placement", "communication", "schedule", "numerics", "data", "recovery", "diagnosis", "judgement"]
 Comparison = Literal["==", "!=", "<", "<=", ">", ">="]
 INVERSE: dict[Comparison, Comparison] = {"==": "!=", "!=": "==", "<": ">=", ">=": "<", "<=": ">", ">": "<="}
+EXPERIMENTS = "meshwright.practice.experiments"
 KnobValue = int | float | str | bool
 Knobs = Mapping[str, KnobValue]
 
@@ -95,11 +97,18 @@ class Source:
 
 @dataclass(frozen=True)
 class Experiment:
-    """A run on `ranks` local ranks, through the parts that train."""
+    """A run on `ranks` local ranks, through the parts that train. `run` names its function, such as ring:volumes for
+    `volumes` in meshwright/practice/experiments/ring.py, so that reading a card does not import torch.
+    """
 
-    run: Callable[[Knobs], Observation]
+    run: str
     ranks: int = 1
     knobs: tuple[Knob, ...] = ()
+
+    def load(self) -> Callable[[Knobs], Observation]:
+        module, _, function = self.run.partition(":")
+        run: Callable[[Knobs], Observation] = getattr(import_module(f"{EXPERIMENTS}.{module}"), function)
+        return run
 
     def defaults(self) -> dict[str, KnobValue]:
         return {knob.name: knob.values[0] for knob in self.knobs}
