@@ -1,0 +1,69 @@
+"""Experiments that end in milliseconds, each in its own way."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+
+from meshwright.practice.cards.card import Observation
+from meshwright.practice.pictures import Bars
+
+
+def observe(**values: float) -> Observation:
+    bars = Bars("Values", "", tuple(values), {"value": tuple(values.values())})
+    return Observation(values, bars, ("A note about this run.",))
+
+
+def double(knobs):
+    print("printed by an experiment")
+    return observe(size=float(knobs["size"]), doubled=2.0 * knobs["size"])
+
+
+def ranks_sum(knobs):
+    """A collective on two ranks, and a value that a child's own process computed."""
+    import torch
+
+    from meshwright.testing import run_ranks
+
+    sums = run_ranks(lambda world: float(world.all_reduce(torch.ones(())).wait()), 2, timeout=60)
+    return observe(sum=sums[0], ranks=2.0)
+
+
+def hang(knobs):
+    time.sleep(600)
+
+
+def hang_with_ranks(knobs):
+    from meshwright.testing import run_ranks
+
+    run_ranks(lambda world: time.sleep(600), 2, timeout=600)
+
+
+def crash(knobs):
+    os.kill(os.getpid(), signal.SIGSEGV)
+
+
+def fail(knobs):
+    print("before the failure")
+    raise ValueError("the experiment\nis broken")
+
+
+def use_memory(knobs):
+    kept = [bytearray(64 << 20) for _ in range(6)]
+    for block in kept:
+        block[::4096] = b"x" * len(block[::4096])
+    time.sleep(600)
+
+
+def use_memory_in_child(knobs):
+    if os.fork() == 0:
+        use_memory(knobs)
+    time.sleep(600)
+
+
+def leave_files(knobs):
+    import tempfile
+
+    path = tempfile.mkdtemp()
+    return observe(inside=float(path.startswith(os.environ["TMPDIR"])), pid=float(os.getpid()))
