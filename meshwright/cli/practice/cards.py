@@ -68,7 +68,6 @@ def practice_cards(
 
 
 def print_list(cards: Mapping[str, Card], console: Console, json: bool) -> None:
-    from rich.table import Table
     from rich.text import Text
 
     from meshwright.practice.cards.registry import KINDS
@@ -83,17 +82,17 @@ def print_list(cards: Mapping[str, Card], console: Console, json: bool) -> None:
         ]
         emit_json({"cards": rows})
         return
+    described = {card_id: state.describe(now) for card_id, state in states.items()}
+    id_width, state_width = (max(map(len, texts), default=0) for texts in (described, described.values()))
     for kind in KINDS:
-        table = Table(box=None, padding=(0, 2, 0, 2), show_header=False, pad_edge=False)
-        for width in (None, None):
-            table.add_column(no_wrap=True, width=width)
-        table.add_column(no_wrap=True, overflow="ellipsis")
-        rows_of_kind = [card for card in cards.values() if card.kind == kind]
-        for found in rows_of_kind:
-            table.add_row(Text(found.id, "cyan"), states[found.id].describe(now), Text(found.question, "dim"))
-        if rows_of_kind:
-            console.print(Text(f"{kind} ({len(rows_of_kind)})", "bold"))
-            console.print(table)
+        of_kind = [card for card in cards.values() if card.kind == kind]
+        if of_kind:
+            console.print(Text(f"{kind} ({len(of_kind)})", "bold"))
+        for card in of_kind:
+            line = Text.assemble((f"  {card.id:<{id_width}}", "cyan"), f"  {described[card.id]:<{state_width}}  ")
+            line.append(" ".join(card.question.split()), "dim")
+            line.truncate(max(console.width - 1, id_width + state_width + 6), overflow="ellipsis")
+            console.print(line, soft_wrap=True)
 
 
 def print_card(card: Card, console: Console, json: bool) -> None:

@@ -2,25 +2,14 @@
 
 from __future__ import annotations
 
-import os
 import time
 from pathlib import Path
 
 import pytest
-from fake_cards import PACKAGE
 
 from meshwright.practice.cards.card import Experiment
-from meshwright.practice.cards.runner import ExperimentRunner, RunLimits
+from meshwright.practice.cards.runner import RunLimits
 from meshwright.practice.pictures import Bars
-
-
-@pytest.fixture(scope="module")
-def runner():
-    before = os.environ.get("PYTHONPATH", "")
-    os.environ["PYTHONPATH"] = f"{Path(__file__).parent}{os.pathsep}{before}"
-    with ExperimentRunner(RunLimits(60.0, 3 << 30), PACKAGE) as started:
-        yield started
-    os.environ["PYTHONPATH"] = before
 
 
 def run(runner, name, **knobs):
@@ -92,10 +81,3 @@ def test_temporary_files_of_an_experiment_are_removed(runner):
     runner.close()
     assert not folder.exists()
     assert process.poll() is not None
-
-
-def test_the_server_is_started_again_after_it_was_killed(runner):
-    runner.start()
-    runner._process.kill()
-    runner._process.wait()
-    assert run(runner, "double", size=1).observation is not None
