@@ -1,7 +1,7 @@
 """When a card is due: FSRS over the reviews of the card, and the queue of a day. Torch-free.
 
-The schedule is a function of the reviews and their times: nothing is random, and the state of a card can be computed
-again from its reviews.
+The schedule is a function of the reviews and their times: nothing is random, and the state of a card follows from its
+reviews alone.
 """
 
 from __future__ import annotations
