@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any, TypeVar
@@ -12,7 +11,6 @@ from rich.console import Console
 from rich.text import Text
 
 from meshwright.errors import ConfigError
-from meshwright.io import finite
 from meshwright.practice.cards.answers import parse_choice, parse_number
 from meshwright.practice.cards.card import Card, Knobs
 from meshwright.practice.cards.card_text import (
@@ -24,63 +22,14 @@ from meshwright.practice.cards.card_text import (
     run_view,
     section,
 )
-from meshwright.practice.cards.grading import Grade, grade
+from meshwright.practice.cards.grading import Grade
 from meshwright.practice.cards.registry import parse_knobs
+from meshwright.practice.cards.reviews import Answers, ReviewedCard, complete_review, take_answers
 from meshwright.practice.cards.runner import ExperimentRun, ExperimentRunner
-from meshwright.practice.cards.schedule import CardReview, CardState, Clock, format_due, local_clock, record_review
-from meshwright.practice.cards.verify import find_problems
+from meshwright.practice.cards.schedule import CardState, Clock, format_due, local_clock
 
 Ask = Callable[[str], str]
 T = TypeVar("T")
-
-
-@dataclass(frozen=True)
-class Answers:
-    """What the reader states before the run."""
-
-    predicted: tuple[float, ...]
-    chosen: frozenset[str]
-
-
-@dataclass(frozen=True)
-class ReviewedCard:
-    """A review of a card. Without a grade nothing was recorded: the experiment failed, or the card is wrong here."""
-
-    card: Card
-    run: ExperimentRun
-    grade: Grade | None
-    state: CardState | None
-
-    def to_json(self) -> dict[str, Any]:
-        value: dict[str, Any] = {"card": self.card.id, "run": self.run.to_json(), "recorded": self.grade is not None}
-        value["problems"] = list(find_problems(self.card, self.run))
-        if self.grade is not None and self.state is not None and self.state.due is not None:
-            value["rating"] = self.grade.rating.name.lower()
-            value["error"] = self.grade.error
-            value["due"] = self.state.due.isoformat()
-            value["predictions"] = [
-                {"value": item.prediction.value, "predicted": item.predicted, "measured": item.measured}
-                | {"unit": item.prediction.unit, "error": item.error}
-                for item in self.grade.predictions
-            ]
-            value["claims"] = [
-                {"text": claim.text, "chosen": claim.chosen, "true": claim.true} for claim in self.grade.claims
-            ]
-        result: dict[str, Any] = finite(value)
-        return result
-
-
-def take_answers(card: Card, texts: Sequence[str]) -> Answers:
-    """Answers given as arguments: one number per prediction, and then the letters of the claims."""
-    count = len(card.predictions)
-    wanted = f"{count} number{'' if count == 1 else 's'}" + (
-        " and the letters of the true claims" if card.claims else ""
-    )
-    if len(texts) < count + bool(card.claims) or (not card.claims and len(texts) > count):
-        raise ConfigError(f"--answer has {len(texts)} values for the card {card.id}", f"expected {wanted}")
-    chosen = parse_choice(card, texts[count:]) if card.claims else set()
-    predicted = tuple(parse_number(text, item.unit) for text, item in zip(texts, card.predictions, strict=False))
-    return Answers(predicted, frozenset(chosen))
 
 
 def ask_answers(card: Card, ask: Ask, console: Console) -> Answers:
@@ -140,15 +89,17 @@ class ReviewSession:
         self.show(question_view(card, knobs, position), "")
         answers = given or ask_answers(card, self.ask, self.console)
         run = self.run(card, knobs)
-        if run.observation is None or find_problems(card, run):
+
+        def report(message: str) -> None:
+            self.show(Text(message, "yellow"))
+
+        reviewed = complete_review(card, answers, run, self.path, self.clock(), report)
+        if reviewed.grade is None or reviewed.state is None:
             self.show("", run_view(card, run, self.console), Text("The review is not recorded.", "yellow"))
-            return ReviewedCard(card, run, None, None)
-        graded = grade(card, answers.predicted, set(answers.chosen), run.observation.values)
-        review = CardReview.of(graded, knobs, self.clock())
-        state = record_review(self.path, card.id, review, lambda message: self.show(Text(message, "yellow")))
-        self.show("", grade_view(graded), "", run_view(card, run, self.console), explanation_view(card))
-        self.show(section("Next review", self.next_review(graded, state)))
-        return ReviewedCard(card, run, graded, state)
+            return reviewed
+        self.show("", grade_view(reviewed.grade), "", run_view(card, run, self.console), explanation_view(card))
+        self.show(section("Next review", self.next_review(reviewed.grade, reviewed.state)))
+        return reviewed
 
     def next_review(self, graded: Grade, state: CardState) -> Text:
         assert state.due is not None

@@ -8,7 +8,7 @@ from fake_cards import CHOSEN, PREDICTED
 from meshwright.errors import ConfigError
 from meshwright.practice.cards.answers import parse_choice, parse_number, shown_claims
 from meshwright.practice.cards.grading import Rating, grade, rate_choice, rate_prediction
-from meshwright.practice.cards.session import take_answers
+from meshwright.practice.cards.reviews import take_answers
 
 VALUES = {"size": 8.0, "doubled": 16.0}
 
