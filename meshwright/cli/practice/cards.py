@@ -201,7 +201,8 @@ def verify_deck(cards: Sequence[Card], runner: ExperimentRunner, console: Consol
         if json:
             continue
         mark, style = ("✗", "bold red") if item.problems else ("✓", "green")
-        cost = f"{item.run.seconds:6.2f} s  {format_bytes(item.run.peak_bytes):>9}"
+        memory = format_bytes(item.run.peak_bytes) if item.run.peak_bytes else "-"
+        cost = f"{item.run.seconds:6.2f} s  {memory:>9}"
         shared = f"  with {item.shared_with}" if item.shared_with else ""
         console.print(Text.assemble((mark, style), f" {cost}  {item.card.id}", (shared, "dim")), soft_wrap=True)
         for problem in item.problems:

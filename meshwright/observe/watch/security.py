@@ -99,7 +99,7 @@ class RequestGuard:
         if headers.get(b"content-type", b"").partition(b";")[0].strip().lower() != b"application/json":
             return 415, "the body is not JSON"
         length = headers.get(b"content-length", b"")
-        if not length.isdigit() or b"transfer-encoding" in headers:
+        if not length.isdigit() or len(length) > 9 or b"transfer-encoding" in headers:
             return 411, "the body has no length"
         return (413, f"the body is longer than {MAX_BODY_BYTES} bytes") if int(length) > MAX_BODY_BYTES else None
 

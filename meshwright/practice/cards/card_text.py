@@ -18,7 +18,7 @@ from meshwright.practice.cards.grading import Grade, Rating
 from meshwright.practice.cards.runner import ExperimentRun
 from meshwright.practice.cards.verify import find_problems, named_values
 from meshwright.practice.drawing.draw import draw
-from meshwright.practice.drawing.palette import format_number, format_quantity
+from meshwright.practice.drawing.palette import LONG_UNIT, format_figure, format_number
 
 RATING_STYLES = {Rating.AGAIN: "bold red", Rating.HARD: "yellow", Rating.GOOD: "green", Rating.EASY: "bold green"}
 MAX_WIDTH = 100
@@ -66,7 +66,8 @@ def run_view(card: Card, run: ExperimentRun, console: Console) -> Group:
     if named_values(card) <= values.keys():
         parts += [relation_line(relation, values, must_hold=True) for relation in card.relations]
         parts += [relation_line(relation, values, must_hold=False) for relation in card.refuted]
-    cost = f"{format_seconds(run.seconds)}, peak memory {format_bytes(run.peak_bytes)}"
+    memory = f", peak memory {format_bytes(run.peak_bytes)}" if run.peak_bytes else ""
+    cost = f"{format_seconds(run.seconds)}{memory}"
     parts.append(Text(f"The experiment took {cost}.", "dim"))
     if problems:
         parts += [
@@ -108,9 +109,12 @@ def grade_view(graded: Grade) -> Group:
             table.add_column(name, justify="right", no_wrap=True)
         for item in graded.predictions:
             unit = item.prediction.unit
-            figures = (format_quantity(item.predicted, unit), format_quantity(item.measured, unit))
+            figures = (format_figure(item.predicted, unit), format_figure(item.measured, unit))
             error = Text(format_error(item.error), RATING_STYLES[item.rating])
-            table.add_row(prose(item.prediction.question), *figures, error)
+            asked = prose(item.prediction.question)
+            if len(unit) > LONG_UNIT:
+                asked.append(f" [{unit}]", "dim")
+            table.add_row(asked, *figures, error)
         parts.append(table)
     for claim in graded.claims:
         right = claim.chosen == claim.true

@@ -90,6 +90,7 @@ def supervise_child(request: dict[str, Any], folder: Path) -> Generator[Event, N
                 os.kill(child, signal.SIGKILL)
             ended, wait_status = os.waitpid(child, 0 if failure else os.WNOHANG)
             status = wait_status if ended else None
+            seconds = time.monotonic() - began
             yield {"event": "progress", "seconds": seconds, "bytes": used}
         os.set_blocking(reader, False)
         with suppress(BlockingIOError):
@@ -98,7 +99,7 @@ def supervise_child(request: dict[str, Any], folder: Path) -> Generator[Event, N
     finally:
         os.close(reader)
         end_descendants(mark, child)
-    end = {"event": "end", "seconds": time.monotonic() - began, "peak_bytes": peak}
+    end = {"event": "end", "seconds": seconds, "peak_bytes": peak}
     result = {"failure": failure} if failure else parse_result(content, status)
     log = "\n".join(tail_lines(folder / "log")[-LOG_LINES:]) if "failure" in result else ""
     return end | result | {"log": log}

@@ -56,6 +56,7 @@ class ExperimentRun:
     failure: str
     seconds: float
     peak_bytes: int
+    """0 if the experiment ended before memory was sampled"""
     log: str = ""
     """the last lines that a failed experiment has printed"""
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.text import Text
 
-from meshwright.practice.drawing.palette import color, fill, format_quantity, legend, short_label
+from meshwright.practice.drawing.palette import color, fill, format_figure, legend, short_label
 from meshwright.practice.pictures import Bars
 
 EIGHTHS = " ▏▎▍▌▋▊▉"
@@ -14,7 +14,7 @@ MAX_ROWS = 32
 def draw_bars(bars: Bars, width: int, has_colors: bool) -> list[Text]:
     """One line per label, and a legend if there are several parts."""
     totals = [sum(max(0.0, values[row]) for values in bars.parts.values()) for row in range(len(bars.labels))]
-    figures = [format_quantity(total, bars.unit) for total in totals]
+    figures = [format_figure(total, bars.unit) for total in totals]
     labels = [short_label(label) for label in bars.labels]
     label_width, figure_width = max(map(len, labels), default=0), max(map(len, figures), default=0)
     cells = max(10, width - label_width - figure_width - 4)

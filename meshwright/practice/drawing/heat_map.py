@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from rich.text import Text
 
-from meshwright.practice.drawing.palette import format_number, format_quantity, short_label
+from meshwright.practice.drawing.palette import format_figure, format_number, short_label
 from meshwright.practice.pictures import HeatMap
 
 RAMP = ("#0b2440", "#123f66", "#1c5f83", "#2d8294", "#56a58f", "#95c17e", "#d8d36b", "#fbe15c")
@@ -69,10 +69,10 @@ def draw_cell(text: str, level: float, cell: int, has_colors: bool) -> Text:
 
 def scale_line(low: float, high: float, unit: str, label_width: int, has_colors: bool) -> Text:
     """What the darkest and the brightest color stand for."""
-    line = Text(f"{'':>{label_width}} {format_quantity(low, unit)} ", "dim")
+    line = Text(f"{'':>{label_width}} {format_figure(low, unit)} ", "dim")
     if has_colors:
         for tone in RAMP:
             line.append("  ", f"on {tone}")
     else:
         line.append("".join(shade * 2 for shade in SHADES))
-    return line.append(f" {format_quantity(high, unit)}")
+    return line.append(f" {format_figure(high, unit)}")

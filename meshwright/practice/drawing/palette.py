@@ -14,6 +14,7 @@ FILLS = "█▒░▓#=+:"
 BYTE_UNITS = ("B", "bytes", "byte")
 SECOND_UNITS = ("s", "seconds", "second")
 MAX_LABEL = 28
+LONG_UNIT = 8
 
 
 def color(number: int) -> str:
@@ -40,6 +41,11 @@ def format_quantity(value: float, unit: str) -> str:
     if unit in SECOND_UNITS:
         return format_seconds(value)
     return f"{format_number(value)} {unit}".strip()
+
+
+def format_figure(value: float, unit: str) -> str:
+    """A value in a drawing, whose title names the unit: a long unit is left out."""
+    return format_quantity(value, unit if len(unit) <= LONG_UNIT else "")
 
 
 def short_label(text: str, limit: int = MAX_LABEL) -> str:

@@ -6,7 +6,7 @@ import re
 
 from rich.text import Text
 
-from meshwright.practice.drawing.palette import color, format_quantity, legend, short_label
+from meshwright.practice.drawing.palette import color, format_figure, legend, short_label
 from meshwright.practice.pictures import Span, Timeline
 
 MAX_ROWS = 32
@@ -90,6 +90,6 @@ def draw_span(name: str, cells: int, number: int, has_colors: bool) -> Text:
 
 
 def time_axis(begin: float, end: float, unit: str, label_width: int, cells: int) -> Text:
-    left, right = format_quantity(begin, unit), format_quantity(end, unit)
+    left, right = format_figure(begin, unit), format_figure(end, unit)
     gap = max(1, cells - len(left) - len(right))
     return Text(f"{'':>{label_width}}  {left}{' ' * gap}{right}", "dim")
