@@ -32,4 +32,17 @@ CLAIMS = (
 CHOSEN = replace(PREDICTED, id="fake-claims", kind="judgement", predictions=(), claims=CLAIMS)
 WRONG = replace(PREDICTED, id="fake-wrong", relations=(replace(IS_TWICE, right=17.0),))
 HANGING = replace(PREDICTED, id="fake-hang", experiment=Experiment("small:hang"))
+PICTURED = replace(
+    PREDICTED,
+    id="fake-pictures",
+    kind="schedule",
+    question="<img src=x onerror=alert(1)> What is `drawn`?",
+    experiment=Experiment(
+        "small:picture", 1, (Knob("picture", ("bars", "timeline", "heat map", "curves"), "what is drawn"),)
+    ),
+    predictions=(),
+    claims=CLAIMS,
+    chapter="handbook/sharding.md",
+)
+SLOW = replace(PREDICTED, id="fake-slow", experiment=Experiment("small:slow"))
 DECK = {card.id: card for card in (PREDICTED, CHOSEN, WRONG, HANGING)}

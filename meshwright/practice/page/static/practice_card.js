@@ -117,7 +117,7 @@ function playground(card) {
 
 /** The form of a card: a number per prediction and a choice of claims. */
 function questionForm(card, submit, read) {
-  const inputs = card.predictions.map(() => el("input", { type: "text", autocomplete: "off", inputmode: "text", placeholder: "a number or a formula" }));
+  const inputs = card.predictions.map(() => el("input", { type: "text", autocomplete: "off", inputmode: "text", placeholder: "number or formula" }));
   const boxes = card.claims.map((claim) => [claim.letter, el("input", { type: "checkbox" })]);
   const message = el("p", { class: "message", role: "alert", hidden: true });
   const button = el("button", { type: "submit", class: "primary" }, "Run the experiment");

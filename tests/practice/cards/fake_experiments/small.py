@@ -7,7 +7,7 @@ import signal
 import time
 
 from meshwright.practice.cards.card import Observation
-from meshwright.practice.pictures import Bars
+from meshwright.practice.pictures import Bars, Curves, HeatMap, Span, Timeline
 
 
 def observe(**values: float) -> Observation:
@@ -67,3 +67,41 @@ def leave_files(knobs):
 
     path = tempfile.mkdtemp()
     return observe(inside=float(path.startswith(os.environ["TMPDIR"])), pid=float(os.getpid()))
+
+
+PICTURES = {
+    "bars": Bars("Memory by class", "bytes", ("DDP", "FSDP"), {"parameters": (4e6, 1e6), "gradients": (4e6, 1e6)}),
+    "timeline": Timeline(
+        "GPipe",
+        "ticks",
+        tuple(
+            Span(f"rank {rank}", f"{name}{micro}", float(begin + micro), float(begin + micro + 1))
+            for rank in range(4)
+            for micro in range(4)
+            for name, begin in (("F", rank), ("B", 10 - rank))
+        ),
+    ),
+    "heat map": HeatMap(
+        "Load",
+        "tokens",
+        tuple(f"expert {row}" for row in range(4)),
+        tuple(f"step {column}" for column in range(8)),
+        tuple(tuple(float((7 * row * column) % 40) for column in range(8)) for row in range(4)),
+    ),
+    "curves": Curves(
+        "Loss",
+        "step",
+        "nats",
+        tuple(map(float, range(12))),
+        {"one process": tuple(4.0 / (step + 1) for step in range(12)), "four ranks": (3.0,) * 12},
+    ),
+}
+
+
+def picture(knobs):
+    return Observation({"doubled": 16.0, "size": 8.0}, PICTURES[knobs["picture"]])
+
+
+def slow(knobs):
+    time.sleep(1.5)
+    return observe(size=8.0, doubled=16.0)
