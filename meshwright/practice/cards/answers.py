@@ -14,6 +14,7 @@ from meshwright.errors import ConfigError
 from meshwright.practice.cards.card import Card, Claim
 
 PREFIXES = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
+UNIT_WORDS = {"%": 0.01, "percent": 0.01, "milliseconds": 1e-3, "microseconds": 1e-6, "nanoseconds": 1e-9}
 SMALL_PREFIXES = {"m": 1e-3, "u": 1e-6, "µ": 1e-6, "n": 1e-9}
 NUMBER = re.compile(r"(?P<number>.*?[\d.)])\s*(?P<unit>(?:[A-Za-zµ%][A-Za-zµ%/ -]*)?)")
 PREFIXED = re.compile(r"(Ki|Mi|Gi|Ti|k|M|G|T)(B|b|bytes|FLOPs?|parameters)?")
@@ -49,8 +50,8 @@ def parse_number(text: str, unit: str = "") -> float:
 
 def unit_scale(unit: str) -> float:
     """How many base units a unit is: 1 for "B" and for every word, 1024 for "KiB", 0.001 for "ms", 0.01 for "%"."""
-    if unit == "%":
-        return 0.01
+    if unit in UNIT_WORDS:
+        return UNIT_WORDS[unit]
     if len(unit) == 2 and unit[1] == "s" and unit[0] in SMALL_PREFIXES:
         return SMALL_PREFIXES[unit[0]]
     prefixed = PREFIXED.fullmatch(unit)

@@ -91,12 +91,13 @@ def relation_line(relation: Relation, values: Mapping[str, float], *, must_hold:
 
 
 def sides(relation: Relation, values: Mapping[str, float]) -> str:
-    """The measured sides of a relation: `sent = 24,576 ≤ 24,600`."""
+    """The measured sides of a relation, as they are: a relation that does not hold is shown as its inverse."""
+    shown = relation if relation.holds(values) else relation.inverted()
     right = values[relation.right] if isinstance(relation.right, str) else relation.right
     tolerance = f" within {format_percent(relation.tolerance)}" if relation.tolerance else ""
     named = f" ({relation.right})" if isinstance(relation.right, str) else ""
     left = f"{format_number(values[relation.left])} ({relation.left})"
-    return f"{left} {SYMBOLS[relation.comparison]} {format_number(right)}{named}{tolerance}"
+    return f"{left} {SYMBOLS[shown.comparison]} {format_number(right)}{named}{tolerance}"
 
 
 def grade_view(graded: Grade) -> Group:

@@ -87,6 +87,8 @@ def test_a_unit_that_follows_is_converted_into_the_unit_of_the_prediction():
     assert parse_number("0.5 GiB", "MiB") == 512.0
     assert parse_number("40 %", "%") == 40.0
     assert parse_number("2 ms", "ms") == 2.0
+    assert parse_number("2 ms", "microseconds") == pytest.approx(2000.0)
+    assert parse_number("40 %", "percent") == 40.0
     assert parse_number("3 micro-batches", "micro-batches") == 3.0
 
 

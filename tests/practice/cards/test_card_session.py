@@ -73,7 +73,7 @@ def test_knobs_can_be_changed_after_the_grade_without_a_second_review(session):
     review.review_all([PREDICTED, CHOSEN])
     text = shown(review)
     assert "expected one of 8, 16" in text
-    assert "✗ Twice the size is sent. — does not hold  32 (doubled) = 16" in text
+    assert "✗ Twice the size is sent. — does not hold  32 (doubled) ≠ 16" in text
     assert "IS WRONG" not in text  # relations are stated for the default knobs
     assert set(saved()) == {"fake-double"}
     assert len(saved()["fake-double"]["reviews"]) == 1

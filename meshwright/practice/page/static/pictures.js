@@ -1,6 +1,6 @@
 // Draws the pictures of experiments: bars, timelines, heat maps and curves, from the data that the terminal draws too.
 
-import { el } from "/static/dom.js";
+import { el, roundStep } from "/static/dom.js";
 import * as format from "/static/format.js";
 
 const SPACE = "http://www.w3.org/2000/svg";
@@ -137,7 +137,7 @@ function drawHeatMap(picture, room) {
       drawing.append(box);
       if (cell >= wanted) {
         const text = svg("text", { x: labels + (column + 0.5) * cell - 1, y: top + height / 2 + 4, "text-anchor": "middle" }, texts[row][column]);
-        text.style.fill = level > 0.6 && level < 0.95 ? "#fff" : level > 0.3 ? "light-dark(#171b21, #fff)" : "var(--ink)";
+        text.style.fill = level > 0.85 ? "light-dark(#fff, #171b21)" : level > 0.62 ? "#fff" : level > 0.3 ? "light-dark(#171b21, #fff)" : "var(--ink)";
         drawing.append(text);
       }
     });
@@ -145,6 +145,14 @@ function drawHeatMap(picture, room) {
   if (width > room) drawing.style.width = `${width}px`;
   const scale = el("span", { class: "scale" }, quantity(low, picture.unit), el("i"), quantity(high, picture.unit));
   return [el("div", { class: width > room ? "scroll" : "" }, drawing), scale];
+}
+
+/** Round numbers between the ends of an axis, or the only value. */
+function ticks(low, high) {
+  if (high === low) return [low];
+  const step = roundStep((high - low) / 4);
+  const first = Math.ceil(low / step - 1e-9);
+  return Array.from({ length: Math.floor(high / step + 1e-9) - first + 1 }, (_, place) => (first + place) * step);
 }
 
 function drawCurves(picture, room) {
@@ -161,12 +169,10 @@ function drawCurves(picture, room) {
   const x = (value) => left + ((value - first) / (last - first || 1)) * (room - left - right);
   const y = (value) => top + (1 - (scaled(value) - low) / (high - low || 1)) * (height - top - 2);
   const drawing = svg("svg", { viewBox: `0 0 ${room} ${height + 36}`, role: "img", "aria-label": picture.title });
-  for (let tick = 0; tick <= 4; tick += 1) {
-    const level = low + ((high - low) * tick) / 4;
+  for (const level of ticks(low, high)) {
     const value = logarithmic ? 10 ** level : level;
     drawing.append(svg("line", { class: "axis", x1: left, x2: room - right, y1: y(value), y2: y(value) }));
     drawing.append(svg("text", { x: left - 8, y: y(value) + 4, "text-anchor": "end" }, quantity(Number(value.toPrecision(3)), "")));
-    if (high === low) break;
   }
   points.forEach((line, number) => {
     const path = line.map(([px, py], place) => `${place ? "L" : "M"}${x(px).toFixed(1)} ${y(py).toFixed(1)}`).join("");
