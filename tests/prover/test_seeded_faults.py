@@ -47,7 +47,7 @@ def test_run_without_fault_equals_the_reference(layout, run):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=long_unless(all(LAUNCHES[fault.layout, run] > 2 for run in fault.runs)))
+        pytest.param(name, marks=long_unless(all(LAUNCHES[fault.layout, run] > 6 for run in fault.runs)))
         for name, fault in FAULTS.items()
     ],
 )

@@ -46,7 +46,7 @@ def test_run_without_fault_equals_the_reference(options, run):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=long_unless(all(LAUNCHES[fault.options, run] > 4 for run in fault.runs)))
+        pytest.param(name, marks=long_unless(all(LAUNCHES[fault.options, run] > 5 for run in fault.runs)))
         for name, fault in USER_FAULTS.items()
     ],
 )
