@@ -13,7 +13,7 @@ venv: .venv/.run
 
 .venv/.run: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || (echo "creating .venv"; $(PYTHON) -m venv .venv)
-	@$(PIP) --editable .
+	@$(PIP) --editable '.[practice]'
 	@touch $@
 
 .venv/.dev: .venv/.run

@@ -22,6 +22,8 @@ from meshwright.cli.data import data_find, data_prepare, data_show
 from meshwright.cli.evaluate import evaluate
 from meshwright.cli.launch import launch_kubernetes, launch_ray, launch_slurm
 from meshwright.cli.plan import plan, plan_measure, plan_schedule
+from meshwright.cli.practice.cards import practice_cards
+from meshwright.cli.practice.overview import practice
 from meshwright.cli.preflight import preflight
 from meshwright.cli.prove import prove
 from meshwright.cli.report import report
@@ -68,6 +70,8 @@ VERBS: dict[str, Verb] = {
     "checkpoint diff": checkpoint_diff,
     "checkpoint export": checkpoint_export,
     "checkpoint import": checkpoint_import,
+    "practice": practice,
+    "practice cards": practice_cards,
 }
 """Verb -> its function. The docstring of a function is "Verb: summary"."""
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import asdict, dataclass, field
+from typing import Any
 
 
 @dataclass(frozen=True)
@@ -58,3 +59,26 @@ class Curves:
 
 
 Picture = Bars | Timeline | HeatMap | Curves
+PICTURES = {"bars": Bars, "timeline": Timeline, "heat map": HeatMap, "curves": Curves}
+
+
+def picture_to_json(picture: Picture) -> dict[str, Any]:
+    """The fields of a picture as plain JSON, and its `type`, one of PICTURES."""
+    name = next(name for name, kind in PICTURES.items() if isinstance(picture, kind))
+    return {"type": name} | asdict(picture)
+
+
+def picture_from_json(value: dict[str, Any]) -> Picture:
+    """The picture that `picture_to_json` wrote."""
+    fields = {name: as_tuples(item) for name, item in value.items() if name != "type"}
+    if value["type"] == "timeline":
+        fields["spans"] = tuple(Span(**span) for span in value["spans"])
+    picture: Picture = PICTURES[value["type"]](**fields)
+    return picture
+
+
+def as_tuples(value: Any) -> Any:
+    """JSON has lists where pictures have tuples."""
+    if isinstance(value, dict):
+        return {name: as_tuples(item) for name, item in value.items()}
+    return tuple(as_tuples(item) for item in value) if isinstance(value, list | tuple) else value

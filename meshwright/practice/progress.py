@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
-from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from meshwright.errors import ConfigError
-from meshwright.io import meshwright_home, read_json, write_json
+from meshwright.io import meshwright_home, open_descriptor, read_json, write_json
 
 FILE = "practice.json"
 FORMAT = 1
+SECTIONS = ("cards", "labs", "incidents", "interviews")
 
 
 @dataclass
@@ -24,6 +28,11 @@ class Progress:
     labs: dict[str, Any] = field(default_factory=dict)
     incidents: dict[str, Any] = field(default_factory=dict)
     interviews: dict[str, Any] = field(default_factory=dict)
+    loaded: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False, compare=False)
+    """the sections as they were read or saved last: what differs from them is what this process has changed"""
+
+    def sections(self) -> dict[str, dict[str, Any]]:
+        return {name: getattr(self, name) for name in SECTIONS}
 
 
 def progress_file() -> Path:
@@ -43,16 +52,55 @@ def load_progress(path: Path, report: Callable[[str], None]) -> Progress:
 
 
 def parse_progress(value: Any, path: Path) -> Progress:
-    names = Progress.__dataclass_fields__
     valid = isinstance(value, dict) and value.get("format") == FORMAT
-    if not valid or not all(isinstance(value.get(name, {}), dict) for name in names):
+    if not valid or not all(isinstance(value.get(name, {}), dict) for name in SECTIONS):
         raise ConfigError(f"{path} is not a progress file of format {FORMAT}", "expected a file that practice wrote")
-    return Progress(**{name: value.get(name, {}) for name in names})
+    sections = {name: value.get(name, {}) for name in SECTIONS}
+    return Progress(**sections, loaded=deepcopy(sections))
 
 
 def save_progress(progress: Progress, path: Path) -> None:
+    """Writes what has changed since `progress` was read; what other processes have saved since then stays.
+
+    Of two changes of the same entry, the last one counts. `update_progress` reads and writes under one lock.
+    """
+    with locked(path):
+        write_changes(progress, path)
+
+
+def update_progress(path: Path, change: Callable[[Progress], None], report: Callable[[str], None]) -> Progress:
+    """Reads the progress, applies `change` and saves it, while no other process does: no update is lost."""
+    with locked(path):
+        progress = load_progress(path, report)
+        change(progress)
+        write_changes(progress, path)
+    return progress
+
+
+def write_changes(progress: Progress, path: Path) -> None:
+    """Merges the changed entries into the file, which must be locked. A file that cannot be read is set aside."""
+    current = load_progress(path, lambda _: None).sections()
+    for name, section in progress.sections().items():
+        before = progress.loaded.get(name, {})
+        current[name] |= {key: value for key, value in section.items() if key not in before or before[key] != value}
+        for key in before.keys() - section.keys():
+            current[name].pop(key, None)
+        section.clear()
+        section.update(current[name])
+    write_json(path, {"format": FORMAT} | current)
+    progress.loaded = deepcopy(current)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Holds the lock of a progress file, which is a file beside it: the progress file itself is replaced."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    write_json(path, {"format": FORMAT} | asdict(progress))
+    lock = open_descriptor(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT)
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(lock)
 
 
 def set_aside(path: Path) -> Path:

@@ -49,10 +49,18 @@ def bind(host: str, port: int | None, preferred: int) -> socket.socket:
 class HttpServer:
     """Serves an application behind a RequestGuard in a daemon thread, until `stop`.
 
-    A failure of the server never reaches the rest of the process: `failure` says what happened.
+    A failure of the server never reaches the rest of the process: `failure` says what happened. With a `token`, POST
+    requests that carry it are accepted; without one the server only reads.
     """
 
-    def __init__(self, app: AsgiApp, host: str = "127.0.0.1", port: int | None = None, preferred: int = 8321) -> None:
+    def __init__(
+        self,
+        app: AsgiApp,
+        host: str = "127.0.0.1",
+        port: int | None = None,
+        preferred: int = 8321,
+        token: str = "",
+    ) -> None:
         import uvicorn
 
         from meshwright.observe.bounded_connection import BoundedConnection
@@ -60,7 +68,7 @@ class HttpServer:
         self.host, self.failure = host, ""
         self._socket = bind(host, port, preferred)
         self.port: int = self._socket.getsockname()[1]
-        guard: Any = RequestGuard(app, host)
+        guard: Any = RequestGuard(app, host, token)
         self._server = uvicorn.Server(
             uvicorn.Config(
                 guard,

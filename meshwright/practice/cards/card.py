@@ -105,9 +105,9 @@ class Experiment:
     ranks: int = 1
     knobs: tuple[Knob, ...] = ()
 
-    def load(self) -> Callable[[Knobs], Observation]:
+    def load(self, package: str = EXPERIMENTS) -> Callable[[Knobs], Observation]:
         module, _, function = self.run.partition(":")
-        run: Callable[[Knobs], Observation] = getattr(import_module(f"{EXPERIMENTS}.{module}"), function)
+        run: Callable[[Knobs], Observation] = getattr(import_module(f"{package}.{module}"), function)
         return run
 
     def defaults(self) -> dict[str, KnobValue]:

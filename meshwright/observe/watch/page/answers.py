@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
+from starlette.responses import Response
 
 from meshwright.io import finite
 
@@ -22,3 +23,7 @@ def encode(value: Any) -> bytes:
 def shorten(values: NDArray[np.float64], digits: int = DIGITS) -> list[float | None]:
     """Returns numbers with so many significant digits; None for those that are not finite."""
     return [float(f"{value:.{digits}g}") if abs(value) < np.inf else None for value in values.tolist()]
+
+
+def json_response(content: bytes) -> Response:
+    return Response(content, media_type="application/json", headers={"cache-control": "no-store"})

@@ -7,7 +7,6 @@ path, so that nothing outside of the run folders can be read.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from importlib.resources import files
 from typing import Any
 
 from starlette.applications import Starlette
@@ -23,7 +22,7 @@ from meshwright.history.run_history import RunHistory
 from meshwright.io import printable
 from meshwright.observe.metrics.collector import RunsCollector
 from meshwright.observe.metrics.endpoint import metrics_route
-from meshwright.observe.watch.page.answers import encode
+from meshwright.observe.watch.page.answers import encode, json_response
 from meshwright.observe.watch.page.config_differences import config_differences
 from meshwright.observe.watch.page.curves import describe_curves
 from meshwright.observe.watch.page.heat_map import describe_heat_map
@@ -31,25 +30,12 @@ from meshwright.observe.watch.page.log_tail import describe_log
 from meshwright.observe.watch.page.step_timeline import describe_timeline
 from meshwright.observe.watch.page.updates import Updates
 from meshwright.observe.watch.page.watched_run import WatchedRun
+from meshwright.observe.watch.page_files import WATCH_PACKAGE, PageFiles
 from meshwright.telemetry.run_folder import MAX_ATTEMPT, RunFolder
 
 MAX_NUMBER = 1 << 53
 MAX_RANK = 9_999_999
 MAX_FINDINGS = 5
-TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript", "svg": "image/svg+xml", "": "text/plain"}
-"""The types of the page's own files, by suffix."""
-
-
-def static_files() -> dict[str, tuple[bytes, str]]:
-    """Reads the page's own files: name -> (content, type)."""
-    folder = files("meshwright.observe.watch") / "static"
-    found = {}
-    for prefix, place in (("", folder), ("uplot/", folder / "uplot")):
-        for file in place.iterdir():
-            if file.is_file():
-                suffix = file.name.rpartition(".")[2] if "." in file.name else ""
-                found[prefix + file.name] = (file.read_bytes(), TYPES[suffix])
-    return found
 
 
 class Page:
@@ -58,12 +44,12 @@ class Page:
     def __init__(self, runs: Sequence[WatchedRun]) -> None:
         self.runs = runs
         self.updates = Updates(runs)
-        self._files = static_files()
+        self._files = PageFiles([WATCH_PACKAGE], ["uplot"])
 
     def routes(self) -> list[BaseRoute]:
         return [
-            Route("/", lambda _: self.file("index.html")),
-            Route("/static/{name:path}", lambda request: self.file(request.path_params["name"])),
+            Route("/", lambda _: self._files.answer("index.html")),
+            Route("/static/{name:path}", lambda request: self._files.answer(request.path_params["name"])),
             Route("/api/runs", self.list_runs),
             Route("/api/updates", self.stream),
             Route("/api/configs", self.configs),
@@ -74,12 +60,6 @@ class Page:
             Route("/api/runs/{run:int}/diagnosis", self.diagnosis),
             Route("/api/runs/{run:int}/log", self.log),
         ]
-
-    def file(self, name: str) -> Response:
-        if name not in self._files:
-            return PlainTextResponse("not found", 404)
-        content, media_type = self._files[name]
-        return Response(content, media_type=media_type, headers={"cache-control": "no-cache"})
 
     async def stream(self, _request: Request) -> Response:
         headers = {"cache-control": "no-store", "x-accel-buffering": "no"}
@@ -148,10 +128,6 @@ def optional(request: Request, name: str, maximum: int = MAX_NUMBER) -> int | No
     if not (text.isascii() and text.isdigit() and len(text) <= 16 and int(text) <= maximum):
         raise HTTPException(400, f"{name} is not a natural number up to {maximum}")
     return int(text)
-
-
-def json_response(content: bytes) -> Response:
-    return Response(content, media_type="application/json", headers={"cache-control": "no-store"})
 
 
 def make_page(folders: Sequence[RunFolder]) -> Starlette:

@@ -1,0 +1,153 @@
+"""A card on the terminal: the question, what was measured, and the explanation. Torch-free."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from rich.console import Console, Group, RenderableType
+from rich.padding import Padding
+from rich.rule import Rule
+from rich.table import Table
+from rich.text import Text
+
+from meshwright.io import format_bytes, format_percent, format_seconds, printable
+from meshwright.practice.cards.answers import shown_claims
+from meshwright.practice.cards.card import Card, Knobs, Relation
+from meshwright.practice.cards.grading import Grade, Rating
+from meshwright.practice.cards.runner import ExperimentRun
+from meshwright.practice.cards.verify import find_problems, named_values
+from meshwright.practice.drawing.draw import draw
+from meshwright.practice.drawing.palette import LONG_UNIT, format_figure, format_number
+
+RATING_STYLES = {Rating.AGAIN: "bold red", Rating.HARD: "yellow", Rating.GOOD: "green", Rating.EASY: "bold green"}
+MAX_WIDTH = 100
+SYMBOLS = {"==": "=", "!=": "≠", "<=": "≤", ">=": "≥", "<": "<", ">": ">"}
+
+
+def prose(text: str, style: str = "") -> Text:
+    """Text in which `code` is highlighted; a single line break is a space, as in Markdown."""
+    joined = re.sub(r"(?<!\n)\n(?!\n|[-*0-9])", " ", printable(text.strip()))
+    return Text("").join(
+        Text(part, style="bold cyan" if number % 2 else style) for number, part in enumerate(joined.split("`"))
+    )
+
+
+def section(title: str, body: RenderableType) -> Group:
+    return Group(Text(""), Text(title, "bold"), Padding(body, (0, 0, 0, 2)))
+
+
+def question_view(card: Card, knobs: Knobs, position: str = "") -> Group:
+    """The question with the settings of its experiment, and the claims to choose from."""
+    title = f"{position}{card.kind} · {card.id}"
+    parts: list[RenderableType] = [Rule(title, style="dim", align="left"), Text(""), prose(card.question, "bold")]
+    ranks = f"{card.experiment.ranks} rank{'' if card.experiment.ranks == 1 else 's'}"
+    settings = [f"the experiment runs on {ranks} of this machine"]
+    settings += [f"{name} = {value}" for name, value in knobs.items()]
+    parts.append(Padding(Text(", ".join(settings), "dim"), (1, 0, 0, 0)))
+    if card.claims:
+        parts.append(Text(""))
+        parts += [Padding(prose(f"{letter})  {claim.text}"), (0, 0, 0, 2)) for letter, claim in shown_claims(card)]
+    return Group(*parts)
+
+
+def run_view(card: Card, run: ExperimentRun, console: Console) -> Group:
+    """What an experiment has measured: the picture, its notes and the relations, or why there is nothing."""
+    if run.observation is None:
+        parts: list[RenderableType] = [Text(f"The experiment has no result: {printable(run.failure)}.", "bold red")]
+        if run.log:
+            parts.append(Padding(Text(printable(run.log), "dim"), (0, 0, 0, 2)))
+        return Group(*parts)
+    values = run.observation.values
+    parts = [draw(run.observation.picture, console)]
+    parts += [Padding(prose(note, "dim"), (0, 0, 0, 2)) for note in run.observation.notes]
+    parts.append(Text(""))
+    problems = find_problems(card, run)
+    if named_values(card) <= values.keys():
+        parts += [relation_line(relation, values, must_hold=True) for relation in card.relations]
+        parts += [relation_line(relation, values, must_hold=False) for relation in card.refuted]
+    memory = f", peak memory {format_bytes(run.peak_bytes)}" if run.peak_bytes else ""
+    cost = f"{format_seconds(run.seconds)}{memory}"
+    parts.append(Text(f"The experiment took {cost}.", "dim"))
+    if problems:
+        parts += [
+            Text(""),
+            Text(f" THE CARD {card.id} IS WRONG ON THIS MACHINE. Please report it. ", "bold white on red"),
+        ]
+        parts += [Text(f"✗ {problem}", "bold red") for problem in problems]
+    return Group(*parts)
+
+
+def relation_line(relation: Relation, values: Mapping[str, float], *, must_hold: bool) -> Text:
+    """A relation with the measured sides. A wrong statement is shown as refuted."""
+    holds = relation.holds(values)
+    mark, style = ("✓", "green") if holds == must_hold else ("✗", "bold red")
+    verdict = "" if must_hold else " — refuted" if not holds else " — NOT refuted"
+    if must_hold and not holds:
+        verdict = " — does not hold"
+    return Text.assemble(
+        (f"{mark} ", style), prose(relation.text), (verdict, style), (f"  {sides(relation, values)}", "dim")
+    )
+
+
+def sides(relation: Relation, values: Mapping[str, float]) -> str:
+    """The measured sides of a relation: `sent = 24,576 ≤ 24,600`."""
+    right = values[relation.right] if isinstance(relation.right, str) else relation.right
+    tolerance = f" within {format_percent(relation.tolerance)}" if relation.tolerance else ""
+    named = f" ({relation.right})" if isinstance(relation.right, str) else ""
+    left = f"{format_number(values[relation.left])} ({relation.left})"
+    return f"{left} {SYMBOLS[relation.comparison]} {format_number(right)}{named}{tolerance}"
+
+
+def grade_view(graded: Grade) -> Group:
+    """Predicted beside measured, and the claims that were judged rightly or wrongly."""
+    parts: list[RenderableType] = []
+    if graded.predictions:
+        table = Table(box=None, padding=(0, 3, 0, 0), pad_edge=False, header_style="bold")
+        table.add_column("")
+        for name in ("predicted", "measured", "error"):
+            table.add_column(name, justify="right", no_wrap=True)
+        for item in graded.predictions:
+            unit = item.prediction.unit
+            figures = (format_figure(item.predicted, unit), format_figure(item.measured, unit))
+            error = Text(format_error(item.error), RATING_STYLES[item.rating])
+            asked = prose(item.prediction.question)
+            if len(unit) > LONG_UNIT:
+                asked.append(f" [{unit}]", "dim")
+            table.add_row(asked, *figures, error)
+        parts.append(table)
+    for claim in graded.claims:
+        right = claim.chosen == claim.true
+        verdict = f"{'true' if claim.true else 'false'}, and you said {'true' if claim.chosen else 'false'}"
+        mark = Text("✓ " if right else "✗ ", "green" if right else "bold red")
+        parts.append(Text.assemble(mark, f"{claim.letter})  ", prose(claim.text), (f"  {verdict}", "dim")))
+    return Group(*parts)
+
+
+def format_error(error: float) -> str:
+    return "exact" if error == 0 else "infinite" if error == float("inf") else format_percent(error, 1)
+
+
+def explanation_view(card: Card) -> Group:
+    """The answer, the notes, the common mistake and the sources."""
+    sources = [
+        Text.assemble((f"{source.kind}: ", "dim"), source.title, (f"  {source.where}", "dim"))
+        for source in card.sources
+    ]
+    parts = [
+        section("Answer", prose(card.answer)),
+        section("Notes", prose(card.notes)),
+        section("Common mistake", prose(card.mistake)),
+        section("Sources", Group(*sources)),
+    ]
+    if card.chapter:
+        parts.append(section("Handbook", Text(card.chapter)))
+    return Group(*parts)
+
+
+def knob_lines(card: Card) -> list[Text]:
+    """What can be changed, for `--set` and for the session."""
+    return [
+        Text.assemble((knob.name, "bold"), f" = {' | '.join(map(str, knob.values))}  ", (knob.meaning, "dim"))
+        for knob in card.experiment.knobs
+    ]
