@@ -40,10 +40,13 @@ SMALL_RUN = (
     "--data.sequence=16",
     "--data.workers=0",
     "--precision.compute=fp64",
+    "--optimizer.lr=0.01",
+    "--schedule.kind=constant",
+    "--schedule.warmup=0",
+    "--eval.every=0",
     "--launch.device=cpu",
 )
 """A decoder whose step takes milliseconds. Options that follow replace these."""
-LEARNING_RATE = 0.01
 COUNTED_STEP = 2
 """The third step is counted: what is allocated once per run exists by then."""
 
@@ -104,7 +107,7 @@ class RankTraining:
 
     def run(self, on_phase: Callable[[str], None] = lambda _phase: None) -> StepOutcome:
         """Runs the next step."""
-        outcome = self.step.run(self.done, LEARNING_RATE, self.batches, on_phase)
+        outcome = self.step.run(self.done, self.config.optimizer.lr, self.batches, on_phase)
         self.done += 1
         return outcome
 
