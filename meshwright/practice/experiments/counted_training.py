@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -21,7 +22,7 @@ from meshwright.testing import run_ranks
 from meshwright.topology.unsupported import validate
 from meshwright.trainer.build import build_parallel_decoder
 from meshwright.trainer.precision import Precision
-from meshwright.trainer.records.step_counters import count_step
+from meshwright.trainer.records.step_counters import StepCounters, count_step
 from meshwright.trainer.step import Step, StepContext, StepOutcome
 
 T = TypeVar("T")
@@ -47,8 +48,8 @@ SMALL_RUN = (
     "--launch.device=cpu",
 )
 """A decoder whose step takes milliseconds. Options that follow replace these."""
-COUNTED_STEP = 2
-"""The third step is counted: what is allocated once per run exists by then."""
+COUNTED_STEP = 1
+"""The second step is counted: what is allocated once per run exists by then."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +65,8 @@ class CountedStep:
     model_bytes: int
     """bytes of the parameters of the full model"""
     loss: float
+    calls_by_phase: Mapping[str, int]
+    """collectives that began in each phase of the step"""
 
     def wire(self, collective: str = "", axis: str = "") -> int:
         """The bytes that this rank sends by the ring algorithm, of one collective or axis or of all."""
@@ -112,15 +115,30 @@ class RankTraining:
         return outcome
 
     def count(self) -> CountedStep:
-        """Counts the third step."""
+        """Counts the second step."""
         while self.done < COUNTED_STEP:
             self.run()
+        calls: Counter[str] = Counter()
+        phase, before = "fetch", 0
         with count_step(self.model, self.optimizer) as counters:
-            outcome = self.run(counters.enter)
-        collectives = tuple(row for row in counters.rows() if row.axis != CONTROL)
+
+            def enter(next_phase: str) -> None:
+                nonlocal phase, before
+                counters.enter(next_phase)
+                now = sum(row.calls for row in without_control(counters))
+                calls[phase] += now - before
+                phase, before = next_phase, now
+
+            outcome = self.run(enter)
+        rows = without_control(counters)
+        calls[phase] += sum(row.calls for row in rows) - before
         model_bytes = run_spec(self.config).parameter_count * ELEMENT_BYTES
         loss = float(outcome.numbers[0])
-        return CountedStep(collectives, counters.memory.peak, counters.memory.current_bytes, model_bytes, loss)
+        return CountedStep(rows, counters.memory.peak, counters.memory.current_bytes, model_bytes, loss, calls)
+
+
+def without_control(counters: StepCounters) -> tuple[CollectiveTotal, ...]:
+    return tuple(row for row in counters.rows() if row.axis != CONTROL)
 
 
 def small_config(ranks: int, *options: str) -> RunConfig:

@@ -144,7 +144,7 @@ def placements(knobs: Knobs) -> Observation:
             numbers = of_rank[name]
             table.append(tuple(numbers) + (0.0,) * (width - len(numbers)))
         values[f"{name}_numbers"] = len(by_rank[0][name])
-        values[f"{name}_equal_on_all_ranks"] = all(of_rank[name] == by_rank[0][name] for of_rank in by_rank)
+        values[f"{name}_equal_on_all_ranks"] = int(all(of_rank[name] == by_rank[0][name] for of_rank in by_rank))
         values[f"{name}_first"] = by_rank[0][name][0]
     columns = tuple(f"chunk {index}" for index in range(width))
     picture = HeatMap("numbers on every rank; 0 where it has none", "value", tuple(rows), columns, tuple(table))
@@ -175,7 +175,7 @@ def transports(knobs: Knobs) -> Observation:
         "tree_sent": max(row["tree_sent"] for row in by_rank),
         "ring_rounds": first["ring_rounds"],
         "tree_rounds": first["tree_rounds"],
-        "nccl_available": dist.is_nccl_available(),
+        "nccl_available": int(dist.is_nccl_available()),
         "local_update_difference": max(row["local_update_difference"] for row in by_rank),
     }
     parts = {"sent by the busiest rank": (values["ring_sent"], values["tree_sent"])}

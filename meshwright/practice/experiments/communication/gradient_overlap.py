@@ -54,7 +54,7 @@ def record_backward(world: World, configs: list[RunConfig]) -> list[BackwardEven
 
 
 def record_config(world: World, config: RunConfig) -> BackwardEvents:
-    """Records the third step. A parameter's hook runs before the hook by which DDP marks its gradient as ready."""
+    """Records a step. A parameter's hook runs before the hook by which DDP marks its gradient as ready."""
     events: list[str] = []
     training = RankTraining(replace(world, heartbeat=RecordingHeartbeat(events)), config)
     for name, parameter in training.model.parameters().items():
@@ -64,10 +64,7 @@ def record_config(world: World, config: RunConfig) -> BackwardEvents:
         if phase == "backward":  # with accumulation, the last micro-batch is recorded
             events.clear()
 
-    training.run(clear)
-    training.run(clear)
     counted = training.count()
-    events.clear()
     training.run(clear)
     return BackwardEvents(list(events), counted.calls("all_reduce"), counted.message("all_reduce"))
 

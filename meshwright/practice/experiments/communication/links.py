@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from meshwright.planner.hardware.cluster import Cluster, Link, preset_cluster
 from meshwright.planner.hardware.links import GroupPlacement, collective_seconds, group_placement
 from meshwright.practice.cards.card import Knobs, Observation
+from meshwright.practice.experiments.communication.axis_traffic import axis_options
+from meshwright.practice.experiments.counted_training import count_layouts
 from meshwright.practice.pictures import Bars, Curves, HeatMap
 from meshwright.topology.collectives import wire_bytes
 from meshwright.topology.layout import Layout
@@ -29,7 +31,7 @@ def placement_table(knobs: Knobs) -> Observation:
         "stages_on_node_0": stages(layout, range(per_node)),
         "replicas_on_node_0": len({layout.coordinates(rank)["replicate"] for rank in range(per_node)}),
         "nodes_of_a_replica": nodes(of_first, per_node),
-        "first_replica_is_a_group": of_first == replicas[0],
+        "first_replica_is_a_group": int(of_first == replicas[0]),
         "samples_of_replica": len({layout.data_coordinate(rank) for rank in replicas[0]}),
         "data_degree": layout.data_degree,
     }
@@ -83,7 +85,10 @@ def ring_time(knobs: Knobs) -> Observation:
 
 
 def tensor_placement(knobs: Knobs) -> Observation:
-    """The collectives of one block and of one gradient all-reduce, inside a node and across nodes."""
+    """Where in a step the collectives of tensor and of data parallelism begin, counted on two ranks, and what those of a
+    large model take inside a node and across nodes, by the planner's link model.
+    """
+    counted = count_layouts(2, {axis: axis_options(axis, 2) for axis in ("tensor", "data")})
     cluster = preset_cluster(str(knobs["device"]), 16)
     tensor, layers = int(knobs["tensor"]), 32
     tokens, width, element = 4096, 4096, 2
@@ -92,6 +97,8 @@ def tensor_placement(knobs: Knobs) -> Observation:
     outside = GroupPlacement(tensor, 1)
     per_block = 4  # two in forward and two in backward
     values: dict[str, float] = {"tensor": tensor, "collectives_per_step": per_block * layers}
+    for axis, [step, *_] in counted.items():
+        values[f"in_forward_{axis}"] = step.calls_by_phase.get("forward", 0)
     for name, placement in (("inside", inside), ("across", outside)):
         seconds = collective_seconds(cluster, "all_reduce", message, placement)
         values[f"nodes_{name}"] = placement.nodes

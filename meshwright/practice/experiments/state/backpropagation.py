@@ -71,7 +71,7 @@ def chain_rule(knobs: Knobs) -> Observation:
         "tanh_error": relative_error((through_tanh * (1 - h1.square())) @ x.T, with_tanh),
         "tanh_error_without_slope": relative_error(through_tanh @ x.T, with_tanh),
         "mean_loss_error": relative_error(upstream @ x.T, numerical_gradient(lambda w: loss(w, mean=True), w1)),
-        "wrong_order_multiplies": multiplies(lambda: delta @ w3.T @ w2.T @ x.T),
+        "wrong_order_multiplies": int(multiplies(lambda: delta @ w3.T @ w2.T @ x.T)),
         "wrong_order_error": square_wrong_order(int(knobs["width"])),
         "decoder_error": run_ranks(decoder_gradient_error, 1)[0],
     }
@@ -136,7 +136,7 @@ def needs_weight(knobs: Knobs) -> Observation:
         "below_error_with_other_weight": relative_error((upstream @ random(width, width, seed=9)).T @ x, first.grad),
         "weights_saved": saved_weights(width, input_gradient=True),
         "weights_saved_without_input_gradient": saved_weights(width, input_gradient=False),
-        "changed_weight_refused": refuses_changed_weight(width),
+        "changed_weight_refused": int(refuses_changed_weight(width)),
     }
     labels = ("own gradient, no weight used", "layer below, with W", "layer below, with another W")
     names = ("own_gradient_error", "below_error_with_weight", "below_error_with_other_weight")

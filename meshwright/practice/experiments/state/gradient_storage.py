@@ -42,7 +42,7 @@ def follow_gradients(world: World, passes: int) -> dict[str, float]:
         "parameters": len(parameters),
         "with_gradient": len(once),
         "same_shape": sum(p.grad is not None and p.grad.shape == p.shape for p in parameters),
-        "loss_has_gradient": loss.is_leaf,
+        "loss_is_leaf": int(loss.is_leaf),
         "bytes_after_backward": gradient_bytes(parameters),
     }
     for _ in range(passes - 1):

@@ -15,7 +15,7 @@ def levels(knobs: Knobs) -> Observation:
     n / (n - 1), so that it does not depend on the number of ranks n.
     """
     ranks, accumulation = int(knobs["ranks"]), int(knobs["accumulation"])
-    batch = [f"--batch.global={ranks * accumulation}", "--batch.micro=1"]
+    batch = [f"--batch.global={ranks * accumulation}", "--batch.micro=1", "--model.layers=3"]
     counted = count_layouts(ranks, {level: [f"--layout.shard={level}", *batch] for level in LEVELS})
     values: dict[str, float] = {"ranks": ranks, "accumulation": accumulation}
     for level, steps in counted.items():
@@ -61,14 +61,14 @@ def level_notes(values: dict[str, float]) -> tuple[str, ...]:
 def remedies(knobs: Knobs) -> Observation:
     """What lowers the gradient bytes per token of data parallelism, each remedy alone, on four ranks."""
     more = int(knobs["accumulation"])
-    plain = ["--batch.global=4", "--batch.micro=1"]
+    plain = ["--batch.global=4", "--batch.micro=1", "--model.layers=2"]
     counted = count_layouts(
         4,
         {
             "baseline": plain,
             "bf16_reduction": [*plain, "--ddp.comm_hook=bf16_compress", "--precision.compute=fp32"],
-            "accumulation": [f"--batch.global={4 * more}", "--batch.micro=1"],
-            "larger_micro_batch": [f"--batch.global={4 * more}", f"--batch.micro={more}"],
+            "accumulation": [*plain, f"--batch.global={4 * more}"],
+            "larger_micro_batch": [*plain, f"--batch.global={4 * more}", f"--batch.micro={more}"],
             "hybrid_sharding": [
                 *plain, "--layout.shard=parameters", "--layout.shard_degree=2", "--layout.replicate=2",
             ],
