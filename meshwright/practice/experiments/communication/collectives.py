@@ -76,7 +76,9 @@ def measure_collectives(world: World, kibibytes: int) -> dict[str, Traffic]:
     warnings.filterwarnings("ignore", "`torch.distributed", FutureWarning)
     ranks = world.size
     length = kibibytes * 1024 // 8 // ranks * ranks
-    vectors = [torch.randn(length, generator=torch.Generator().manual_seed(r), dtype=torch.float64) for r in range(ranks)]
+    vectors = [
+        torch.randn(length, generator=torch.Generator().manual_seed(r), dtype=torch.float64) for r in range(ranks)
+    ]
     total, mine = torch.stack(vectors).sum(dim=0), vectors[world.rank]
     gathered = torch.cat([vector.chunk(ranks)[rank] for rank, vector in enumerate(vectors)])
     chosen = {n: c for n, c in OWN.items() if n != "tree_all_reduce" or ranks & (ranks - 1) == 0}
@@ -123,8 +125,8 @@ def volumes(knobs: Knobs) -> Observation:
     parts = {"received by the busiest rank": tuple(values[f"{name}_received"] for name in shown)}
     labels = tuple(name.replace("_", " ") for name in shown)
     note = (
-        "Received bytes are those of the sockets of each rank. Gloo builds its reduce-scatter from an all-reduce, so it "
-        "moves as much; NCCL and the ring send half of that."
+        "Received bytes are those of the sockets of each rank. Gloo builds its reduce-scatter from an all-reduce, and "
+        "moves as much; a ring sends half of that."
     )
     if not can_count():
         note = "This system has no counters of single connections: the bytes of sockets are 0."
@@ -185,7 +187,7 @@ def transports(knobs: Knobs) -> Observation:
 
 
 def update_over_transports(world: World, ranks: int) -> dict[str, float]:
-    """The trainer's own update over the backend, against updates whose local gradients are summed by our collectives."""
+    """The trainer's own update over the backend, and updates whose local gradients our collectives sum."""
     options = ["--optimizer.clip=0", "--batch.micro=2"]
     shared = RankTraining(world, small_config(ranks, *options, f"--batch.global={2 * ranks}"))
     alone = RankTraining(World(device=world.device), small_config(1, *options, "--batch.global=2"))

@@ -70,7 +70,7 @@ def record_config(world: World, config: RunConfig) -> BackwardEvents:
 
 
 def order(knobs: Knobs) -> Observation:
-    """The backward pass with a bucket per parameter, with buckets of a given share of the model, and with one bucket."""
+    """The backward pass with a bucket per parameter, with buckets of a share of the model, and with one bucket."""
     ranks = int(knobs["ranks"])
     options = [f"--batch.global={2 * ranks}", f"--batch.micro={2 // int(knobs['accumulation'])}"]
     total = run_spec(small_config(ranks)).parameter_count * ELEMENT_BYTES

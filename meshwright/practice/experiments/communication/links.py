@@ -57,7 +57,7 @@ def nodes(ranks: Iterable[int], per_node: int) -> int:
 
 
 def ring_time(knobs: Knobs) -> Observation:
-    """The time of a ring all-reduce among more and more ranks: 2 (n - 1) latencies, and 2 (n - 1) / n of the message."""
+    """The time of a ring all-reduce among n ranks: 2 (n - 1) latencies, and 2 (n - 1) / n of the message."""
     message, small, large = int(knobs["kibibytes"]) * KIB, 8, int(knobs["ranks"])
     link = Link(bandwidth=50e9 / 0.8, latency=10e-6)  # the model reaches 80 % of the data sheet: 50 GB/s
     device = preset_cluster("h100").device
@@ -85,8 +85,8 @@ def ring_time(knobs: Knobs) -> Observation:
 
 
 def tensor_placement(knobs: Knobs) -> Observation:
-    """Where in a step the collectives of tensor and of data parallelism begin, counted on two ranks, and what those of a
-    large model take inside a node and across nodes, by the planner's link model.
+    """Where in a step the collectives of tensor and of data parallelism begin, counted on two ranks, and what those of
+    a large model take inside a node and across nodes, by the planner's link model.
     """
     counted = count_layouts(2, {axis: axis_options(axis, 2) for axis in ("tensor", "data")})
     cluster = preset_cluster(str(knobs["device"]), 16)

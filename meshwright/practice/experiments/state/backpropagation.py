@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from itertools import pairwise
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +44,7 @@ def chain_rule(knobs: Knobs) -> Observation:
     Columns are samples: h1 = W1 x, h2 = W2 h1, h3 = W3 h2, with the loss half the squared distance of h3 from y.
     """
     sizes, batch = (int(knobs["width"]), 4, 3, 2), 2
-    w1, w2, w3 = (random(rows, columns) for columns, rows in zip(sizes, sizes[1:], strict=False))
+    w1, w2, w3 = (random(rows, columns) for columns, rows in pairwise(sizes))
     x, y = random(sizes[0], batch), random(sizes[3], batch)
 
     def loss(first: Tensor, slope: bool = False, mean: bool = False) -> Tensor:
@@ -141,7 +142,9 @@ def needs_weight(knobs: Knobs) -> Observation:
     labels = ("own gradient, no weight used", "layer below, with W", "layer below, with another W")
     names = ("own_gradient_error", "below_error_with_weight", "below_error_with_other_weight")
     parts = {"relative error": tuple(values[name] for name in names)}
-    note = "A feed-forward has three matrices; autograd saves a weight only where the input of the layer has a gradient."
+    note = (
+        "A feed-forward has three matrices; autograd saves a weight only where the input of the layer has a gradient."
+    )
     return Observation(values, Bars("error of a gradient by hand", "relative", labels, parts), (note,))
 
 

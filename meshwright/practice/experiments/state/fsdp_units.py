@@ -153,8 +153,8 @@ def granularity(knobs: Knobs) -> Observation:
     }
     picture = Bars("peak memory of one rank", "bytes of all parameters", ("a unit per block", "one unit"), parts)
     sentence = (
-        f"The size policy of FSDP1 wraps modules of at least {values['policy_minimum']:,.0f} parameters; this model has "
-        f"{values['model_parameters']:,.0f}."
+        f"The size policy of FSDP1 wraps modules of at least {values['policy_minimum']:,.0f} parameters; this model "
+        f"has {values['model_parameters']:,.0f}."
     )
     return Observation(values, picture, (sentence,))
 

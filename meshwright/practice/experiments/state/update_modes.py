@@ -53,9 +53,7 @@ def synchronize(training: RankTraining, mode: str, ranks: int) -> None:
             parameter.div_(ranks)
 
 
-def train_modes(
-    world: World, configs: list[tuple[RunConfig, RunConfig]], steps: int
-) -> list[tuple[Numbers, Numbers]]:
+def train_modes(world: World, configs: list[tuple[RunConfig, RunConfig]], steps: int) -> list[tuple[Numbers, Numbers]]:
     return [
         train_in_mode(world, config, alone, mode, steps) for config, alone in configs for mode in MODES
     ]  # fmt: skip
@@ -78,8 +76,8 @@ def distance(left: Numbers, right: Numbers) -> float:
 
 
 def compare_modes(knobs: Knobs) -> Observation:
-    """Trains some steps in each mode with AdamW and with plain SGD. `error_*` is the largest difference from one process
-    with the whole batch, relative to how far that process has moved; `spread_*` is the difference between ranks.
+    """Trains some steps in each mode with AdamW and with plain SGD. `error_*` is the largest difference from one
+    process with the whole batch, relative to how far that process has moved; `spread_*` is the difference between ranks.
     """
     ranks, steps = int(knobs["ranks"]), int(knobs["steps"])
     pairs = []
@@ -103,5 +101,5 @@ def compare_modes(knobs: Knobs) -> Observation:
     parts = {rule: tuple(values[f"error_{mode}_{rule}"] for mode in MODES) for rule in RULES}
     title = "difference from one process with the whole batch"
     picture = Bars(title, "distance that the process moved", MODES, parts)
-    note = "Replicas are equal after every step in all three modes; with AdamW, only the sum of gradients gives the update."
+    note = "Replicas are equal after every step in all modes; with AdamW, only the sum of gradients gives the update."
     return Observation(values, picture, (note,))
