@@ -147,21 +147,17 @@ def small_config(ranks: int, *options: str) -> RunConfig:
     return with_device_defaults(config, "cpu")
 
 
-def run_trainings(
-    configs: Sequence[RunConfig], measure: Callable[[RankTraining], T], kind: type[RankTraining] = RankTraining
-) -> list[list[T]]:
+def run_trainings(configs: Sequence[RunConfig], measure: Callable[[RankTraining], T]) -> list[list[T]]:
     """Trains every config on the same forked ranks, one after the other; returns what `measure` returns, by config and
     then by rank.
     """
     ranks = validate(configs[0])[0].ranks
-    by_rank: list[list[T]] = run_ranks(measure_configs, ranks, list(configs), measure, kind)
+    by_rank: list[list[T]] = run_ranks(measure_configs, ranks, list(configs), measure)
     return [list(of_config) for of_config in zip(*by_rank, strict=True)]
 
 
-def measure_configs(
-    world: World, configs: list[RunConfig], measure: Callable[[RankTraining], T], kind: type[RankTraining]
-) -> list[T]:
-    return [measure(kind(world, config)) for config in configs]
+def measure_configs(world: World, configs: list[RunConfig], measure: Callable[[RankTraining], T]) -> list[T]:
+    return [measure(RankTraining(world, config)) for config in configs]
 
 
 def count_layouts(ranks: int, layouts: Mapping[str, Sequence[str]]) -> dict[str, list[CountedStep]]:

@@ -22,9 +22,9 @@ from meshwright.planner.exact.state_memory import state_memory
 from meshwright.practice.cards.card import Knobs, Observation
 from meshwright.practice.experiments.counted_training import (
     ELEMENT_BYTES,
+    CountedStep,
     RankTraining,
     count_layouts,
-    run_trainings,
     small_config,
 )
 from meshwright.practice.experiments.state.shard_levels import CLASSES, LEVELS
@@ -125,14 +125,17 @@ def refuses_device_ids(world: World) -> bool:
     return False
 
 
+def compare_units(world: World, config: RunConfig) -> tuple[CountedStep, CountedStep, bool]:
+    """(a step with a unit per block, one with a single unit, whether DDP refuses device_ids)."""
+    return RankTraining(world, config).count(), OneUnitTraining(world, config).count(), refuses_device_ids(world)
+
+
 def granularity(knobs: Knobs) -> Observation:
     """The same step with every block as an FSDP unit, and with the whole model as one unit."""
     ranks = int(knobs["ranks"])
     options = ["--layout.shard=parameters", f"--model.layers={knobs['layers']}"]
     config = small_config(ranks, *options, f"--batch.global={ranks}", "--batch.micro=1")
-    [by_block] = run_trainings([config], RankTraining.count)
-    [as_one] = run_trainings([config], RankTraining.count, OneUnitTraining)
-    blocks, whole = by_block[0], as_one[0]
+    blocks, whole, refused = run_ranks(compare_units, ranks, config)[0]
     unit = blocks.model_bytes
     values: dict[str, float] = {
         "units_by_block": blocks.calls("reduce_scatter"),
@@ -144,7 +147,7 @@ def granularity(knobs: Knobs) -> Observation:
         "peak_as_one": whole.peak["parameter"] / unit,
         "gradient_by_block": blocks.peak["gradient"] / unit,
         "gradient_as_one": whole.peak["gradient"] / unit,
-        "device_ids_refused": sum(run_ranks(refuses_device_ids, 1)),
+        "device_ids_refused": int(refused),
         "loss_difference": abs(blocks.loss - whole.loss),
     }
     parts = {

@@ -77,7 +77,7 @@ def distance(left: Numbers, right: Numbers) -> float:
 
 def compare_modes(knobs: Knobs) -> Observation:
     """Trains some steps in each mode with AdamW and with plain SGD. `error_*` is the largest difference from one
-    process with the whole batch, relative to how far that process has moved; `spread_*` is the difference between ranks.
+    process with the whole batch, relative to how far that process has moved; `spread_*` is that between ranks.
     """
     ranks, steps = int(knobs["ranks"]), int(knobs["steps"])
     pairs = []

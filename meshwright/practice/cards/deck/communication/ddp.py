@@ -72,7 +72,7 @@ CARDS = (
             "needs no batch-dependent layer (BatchNorm) and matched dropout seeds. Bytes per rank and step: 2 (N - 1) "
             "/ N times the gradient bytes, once per optimizer step with no_sync during accumulation."
         ),
-        mistake="To say that DDP sends the model after each batch: the bytes are as many, but they are gradients.",
+        mistake="Some say that DDP sends the model after each batch: the bytes are as many, but they are gradients.",
         experiment=UPDATE_MODES,
         claims=(
             claim(
@@ -133,7 +133,7 @@ CARDS = (
             "order. With gradient_as_bucket_view = True gradients are views into the buckets, which saves one copy of "
             "all gradients."
         ),
-        mistake="To think that all gradients are reduced in one call after backward; that is the worst bucket size.",
+        mistake="Some think that all gradients are reduced in one call after backward; that is the worst bucket size.",
         experiment=bucket_order("bucket"),
         predictions=(
             Prediction(
@@ -179,7 +179,7 @@ CARDS = (
             "are. On GPUs the collective runs on its own stream and takes some of the multiprocessors from the compute "
             "kernels."
         ),
-        mistake="To call overlap free: it hides time, not bytes, and not the last bucket.",
+        mistake="Overlap is called free. It hides time, not bytes, and not the last bucket.",
         experiment=bucket_order("bucket"),
         predictions=(
             Prediction(

@@ -38,24 +38,24 @@ CARDS = (
             "u(g_0). They agree only if u is linear, as plain SGD is for the first two. Adam divides by the root of a "
             "moving mean of squares, so it is not. The moments of the ranks differ as well unless they are sent, too."
         ),
-        mistake="To take equal replicas for a right update: a check of replicas passes in all three cases.",
+        mistake="Equal replicas are taken for a right update. A check of replicas passes in all three cases.",
         experiment=UPDATE_MODES,
         claims=(
             claim(
-                "To broadcast rank 0's parameters gives the update of the global batch.",
+                "Broadcasting rank 0's parameters gives the update of the global batch.",
                 "error_broadcast_adamw",
                 "<=",
                 1e-9,
             ),
             claim("After a broadcast the replicas are equal.", "spread_broadcast_adamw", "==", 0),
             claim(
-                "To average parameters under AdamW gives the update of the global batch.",
+                "Averaging parameters under AdamW gives the update of the global batch.",
                 "error_parameters_adamw",
                 "<=",
                 1e-9,
             ),
             claim(
-                "To average parameters leaves different moments on the ranks.", "moment_spread_parameters_adamw", ">", 0
+                "Averaging parameters leaves different moments on the ranks.", "moment_spread_parameters_adamw", ">", 0
             ),
         ),
         relations=(
@@ -87,7 +87,7 @@ CARDS = (
             "then buckets. The number of collectives k multiplies the latency alpha; the bytes stay the same. On NCCL "
             "small messages also run below the bandwidth that large ones reach."
         ),
-        mistake="To name buckets as the cause of overlap. They are the cause of efficiency at a given overlap.",
+        mistake="Buckets are named as the cause of overlap. They are the cause of efficiency at a given overlap.",
         experiment=bucket_order("parameter"),
         claims=(
             claim(
@@ -146,7 +146,7 @@ CARDS = (
             "`sync`, which begins when DDP hands over the last bucket. The update must wait, since clipping needs the "
             "norm of all reduced gradients."
         ),
-        mistake="To draw phases as boxes in a row, and then to add their times. Overlapped phases do not add up.",
+        mistake="Phases are drawn as boxes in a row, and their times are added. Overlapped phases do not add up.",
         experiment=bucket_order("bucket"),
         claims=(
             claim("The first all-reduce begins after the last gradient.", "gradients_after_start_bucket", "==", 0),
@@ -183,7 +183,7 @@ CARDS = (
             "of b s d elements per block (b samples, s tokens, d width), so it is linear in b. The small rest of "
             "tensor parallelism that does not grow is the sum of the gradients of norms."
         ),
-        mistake="To reason from 'more data, more traffic' without naming the tensor that is sent.",
+        mistake="One concludes 'more data, more traffic' without naming the tensor that is sent.",
         experiment=BATCH_GROWTH,
         claims=(
             claim("Gradient bytes of DDP grow with the micro-batch.", "data_growth", ">", 1),
@@ -226,7 +226,7 @@ CARDS = (
             "scatters inside the group remain. A larger global batch is a change of the optimization, and needs its "
             "own check."
         ),
-        mistake="To answer with a phrase that names no tensor, no axis and no factor.",
+        mistake="The phrase names no tensor, no axis and no factor.",
         experiment=Experiment(
             "state.shard_levels:remedies",
             ranks=4,
