@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from meshwright.practice.cards.card import Knobs, Observation
 from meshwright.practice.experiments.counted_training import ELEMENT_BYTES, CountedStep, count_layouts, small_config
 from meshwright.practice.pictures import Bars
+from meshwright.topology.unsupported import validate
 
 AXES: dict[str, Sequence[str]] = {
     "data": ("--layout.replicate=2",),
@@ -85,8 +86,8 @@ def tensor_parallel(knobs: Knobs) -> Observation:
         "message_per_collective": (gathered + scattered) / (gathers + scatters) / activation,
         "ddp_all_reduces": ddp.calls("all_reduce"),
         "loss_difference": max(abs(step.loss - ddp.loss) for step in (tensor, fsdp)),
-        "samples_per_rank_tensor": 2 * ranks,
-        "samples_per_rank_fsdp": 2,
+        "data_degree_tensor": validate(config)[0].data_degree,
+        "data_degree_fsdp": validate(small_config(ranks, *shape))[0].data_degree,
     }
     for name, step in (("tensor", tensor), ("fsdp", fsdp), ("ddp", ddp)):
         samples = 2 * ranks if name == "tensor" else 2

@@ -91,7 +91,7 @@ CARDS = (
         predictions=(
             Prediction(
                 "peak",
-                "4 ranks; the largest of 6 units has 22.4 % of the parameters. What is the peak of parameters on a rank?",
+                "4 ranks; the largest of 6 units has 22.4 % of the parameters. What is the peak of a rank?",
                 "of the parameters",
             ),
         ),
