@@ -38,7 +38,7 @@ CARDS = (
         predictions=(
             Prediction(
                 "weights_saved",
-                "A feed-forward has three matrices, and its input needs a gradient. How many weights does autograd save?",
+                "Three matrices, and an input that needs a gradient: how many weights does autograd save?",
                 "weights",
             ),
             Prediction(
@@ -138,7 +138,7 @@ CARDS = (
         predictions=(
             Prediction(
                 "linear",
-                "20 linear layers, each with gain 0.9: what is the norm of the signal at layer 1, relative to layer 20?",
+                "20 linear layers with gain 0.9: what is the norm of the signal at layer 1?",
                 "of the norm at layer 20",
             ),
         ),
@@ -174,7 +174,7 @@ CARDS = (
         predictions=(
             Prediction(
                 "growth",
-                "backward runs twice on the same batch, without clearing. What is the norm of a gradient, relative to one backward?",
+                "backward runs twice on one batch, without clearing. By which factor has a gradient grown?",
                 "times",
             ),
             Prediction(
