@@ -17,15 +17,6 @@ UPDATE_MODES = Experiment(
     ),
 )
 
-MODES = Experiment(
-    "state.update_modes:compare_modes",
-    ranks=2,
-    knobs=(
-        Knob("steps", (3, 1, 5), "optimizer steps that every mode trains for"),
-        Knob("ranks", (2, 4), "data-parallel ranks"),
-    ),
-)
-
 MODES = ("bucket", "parameter", "model")
 """How gradients are grouped: in buckets, one by one, or all together."""
 

@@ -29,7 +29,7 @@ DIVIDED_SEQUENCE = Experiment(
     ranks=2,
     knobs=(
         Knob("sequence", (32, 64), "tokens of a sequence"),
-        Knob("kv_heads", (4, 2, 1), "key and value heads, of 4 query heads"),
+        Knob("kv_heads", (4, 2), "key and value heads, of 4 query heads"),
     ),
 )
 SAME_LOSS = Relation("the losses of all layouts are equal to rounding", "loss_difference", "<=", 1e-10)
