@@ -32,11 +32,7 @@ CHAPTERS = {
     )
 }  # fmt: skip
 ITEMS = 156
-LONG = {"state.fsdp_units:seven_billion"}
-"""Experiments that are left to the long tests."""
-FIRST_OF_EXPERIMENT = list(
-    {card.experiment.run: card for card in reversed(CARDS.values()) if card.experiment.run not in LONG}.values()
-)
+FIRST_OF_EXPERIMENT = list({card.experiment.run: card for card in reversed(CARDS.values())}.values())
 ALTERNATIVES = list(
     {
         (card.experiment.run, knob.name, value): (card.id, knob.name, value)

@@ -163,28 +163,32 @@ def granularity(knobs: Knobs) -> Observation:
 
 
 def seven_billion(knobs: Knobs) -> Observation:
-    """The real step of a model of 7 billion parameters on fake tensors, and the exact formulas of the other levels."""
+    """The state of a model of 7 billion parameters by the exact formulas. They are compared with the real step on fake
+    tensors, for the same model with two blocks.
+    """
     ranks = int(knobs["ranks"])
     options = [*SEVEN_BILLION, f"--batch.global={ranks}"]
     configs = {level: small_config(ranks, *options, f"--layout.shard={level}") for level in LEVELS}
-    sharded = simulate(configs["parameters"], [0])
-    parameters, peak = sharded.parameters, sharded.results[0].peak
-    units = unit_bytes(configs["parameters"])
+    parameters, units = run_spec(configs["parameters"]).parameter_count, unit_bytes(configs["parameters"])
     values: dict[str, float] = {
         "parameters": parameters,
         "bf16_weights": 2 * parameters / GB,
         "bf16_shard": 2 * parameters / ranks / GB,
         "block_unit": max(size for name, size in units.items() if "block" in name) / GB,
         "largest_unit": max(units.values()) / GB,
-        "simulated_weights": peak["parameter"] / GB,
-        "simulated_state": sum(peak[kind] for kind in CLASSES) / GB,
     }
     values["weights_only"] = values["bf16_shard"] + values["block_unit"]
     states = {}
     for level, config in configs.items():
         memory = state_memory(config, *validate(config))
         states[level] = (memory.parameter / GB, memory.gradient / GB, memory.optimizer / GB)
-        values[f"state_{level}"] = sum(states[level])
+        values[f"weights_{level}"], values[f"state_{level}"] = states[level][0], sum(states[level])
+    two_blocks = small_config(ranks, *options, "--layout.shard=parameters", "--model.layers=2")
+    simulated, formula = simulate(two_blocks, [0]).results[0].peak, state_memory(two_blocks, *validate(two_blocks))
+    values["simulated_weights_of_two_blocks"] = simulated["parameter"] / GB
+    values["weights_of_two_blocks"] = formula.parameter / GB
+    values["simulated_moments_of_two_blocks"] = simulated["optimizer"] / GB
+    values["moments_of_two_blocks"] = formula.optimizer / GB
     parts = {name: tuple(state[index] for state in states.values()) for index, name in enumerate(CLASSES)}
     picture = Bars(f"peak model state of one of {ranks} ranks", "GB", tuple(states), parts)
     note = "Weights and gradients are float32 with bfloat16 matrix products: 16 bytes per parameter with Adam."
