@@ -201,9 +201,13 @@ def identity(_knobs: Knobs) -> Observation:
             accepted[name] = float(done.error is None)
             if done.error is None:
                 differences += [abs(a - b) for a, b in zip(done.losses(), whole.losses(), strict=True)]
-    values: dict[str, Any] = {f"accepted_{name.replace(' ', '_').replace('-', '_')}": value for name, value in accepted.items()}
+    values: dict[str, Any] = {
+        f"accepted_{name.replace(' ', '_').replace('-', '_')}": value for name, value in accepted.items()
+    }
     values |= {"loss_difference_accepted": max(differences)}
-    picture = Bars("resume with one changed setting", "accepted", tuple(accepted), {"accepted": tuple(accepted.values())})
+    picture = Bars(
+        "resume with one changed setting", "accepted", tuple(accepted), {"accepted": tuple(accepted.values())}
+    )
     return Observation(values, picture, ("Placement may change; identity may not.",))
 
 

@@ -102,9 +102,7 @@ def pipeline_run(knobs: Knobs) -> Observation:
             settings = () if name == "none" else (f"layout.pipeline={ranks}", f"pipeline.schedule={name}")
             runs[name] = train_small(folder / name, *sizes, *settings)
         values = dict(pipeline_values(runs, ranks, micro, layers))
-        in_flight = {
-            name: tuple(live(runs[name], rank) for rank in range(ranks)) for name in ("gpipe", "1f1b")
-        }
+        in_flight = {name: tuple(live(runs[name], rank) for rank in range(ranks)) for name in ("gpipe", "1f1b")}
     picture = HeatMap(
         "micro-batches in flight", "count", tuple(in_flight), tuple(f"rank {rank}" for rank in range(ranks)),
         tuple(in_flight.values()),
@@ -137,7 +135,9 @@ def pipeline_values(runs: Mapping[str, SmallRun], ranks: int, micro: int, layers
         "sent_by_first": float(sent[0][1]),
         "sent_by_last": float(sent[-1][1]),
         "messages_of_first": float(sent[0][0]),
-        "loss_difference": max(abs(a - b) for run in runs.values() for a, b in zip(run.losses(), plain.losses())),
+        "loss_difference": max(
+            abs(a - b) for run in runs.values() for a, b in zip(run.losses(), plain.losses(), strict=True)
+        ),
     }
 
 

@@ -44,7 +44,7 @@ def padding(knobs: Knobs) -> Observation:
         "same_samples_in_second_epoch": float(set(epoch) == set(second)),
     }
     labels = ("DistributedSampler", "with drop_last", "stream")
-    parts = {
+    parts: dict[str, tuple[float, ...]] = {
         "repeated": (values["repeated_padded"], 0.0, values["repeated_stream"]),
         "missing": (values["missing_padded"], values["missing_dropped"], values["missing_stream"]),
     }

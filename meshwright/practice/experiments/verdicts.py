@@ -85,7 +85,7 @@ def write_records(root: Path, run: SlowRun) -> RunHistory:
         events: list[Mapping[str, Any]] = [record("start", rank, 1000.0) | start]
         for step in range(STEPS):
             outside = run.outside(step)
-            phases = dict.fromkeys(STEP_PHASES, 0.0) | TYPICAL | run.phases(rank, step)
+            phases = dict.fromkeys(STEP_PHASES, 0.0) | TYPICAL | dict(run.phases(rank, step))
             now += sum(outside.values())
             seconds = sum(phases.values())
             communication = {"exposed_seconds": phases["sync"], "exposed_source": "host waits", **run.communication}
@@ -94,7 +94,7 @@ def write_records(root: Path, run: SlowRun) -> RunHistory:
             now += seconds
             events.append(record("step", rank, now) | values)
         if rank == 0:
-            events += [record(str(event["kind"]), 0, now) | event for event in run.events]
+            events += [record(str(event["kind"]), 0, now) | dict(event) for event in run.events]
             events.append(record("end", 0, now) | {"steps": STEPS, "loss": 2.0, "stopped": ""})
         lines = "".join(json.dumps(event) + "\n" for event in events)
         (root / "events" / f"rank-{rank:05d}.jsonl").write_text(lines)
@@ -125,7 +125,9 @@ def slow_runs(_knobs: Knobs) -> Observation:
     labels = tuple(cause for cause in first if cause != "healthy")
     shares = tuple(first[cause].share for cause in labels)
     notes = tuple(finding.sentence for finding in first.values())
-    return Observation(values, Bars("share of the step that the change wins back", "", labels, {"share": shares}), notes)
+    return Observation(
+        values, Bars("share of the step that the change wins back", "", labels, {"share": shares}), notes
+    )
 
 
 def busy_device(knobs: Knobs) -> Observation:
@@ -156,7 +158,12 @@ def busy_device(knobs: Knobs) -> Observation:
         "overlap": parts.overlap,
     }
     spans = tuple(
-        Span("NCCL stream" if event["tid"] == 20 else "compute stream", event["name"], event["ts"], event["ts"] + event["dur"])
+        Span(
+            "NCCL stream" if event["tid"] == 20 else "compute stream",
+            event["name"],
+            event["ts"],
+            event["ts"] + event["dur"],
+        )
         for event in events
         if event["cat"] == "kernel"
     )
@@ -183,7 +190,7 @@ def failures(_knobs: Knobs) -> Observation:
             folder / "repeated", *settings, "launch.restarts=3", steps=6, faults="step.forward:rank1:raise@step3x9",
             may_fail=True,
         )  # fmt: skip
-        corrupt = train_small(folder / "corrupt", *settings, *saves, steps=4)
+        train_small(folder / "corrupt", *settings, *saves, steps=4)
         damage(max((folder / "corrupt" / "checkpoints").iterdir()))
         resumed = train_small(folder / "corrupt", *settings, *saves, steps=6)
         found = {name: diagnose_run(run.history)[0] for name, run in (("memory", memory), ("killed", killed))}
