@@ -13,26 +13,17 @@ import torch
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from meshwright.config import IGNORE_INDEX, BatchConfig, RunConfig, derive_batch
-from meshwright.config.device_defaults import with_device_defaults
-from meshwright.data.file_sources import open_sources
-from meshwright.data.loader import Loader
-from meshwright.data.source import ConcatenatedSource
-from meshwright.data.stream import Stream
+from meshwright.config import IGNORE_INDEX, BatchConfig, derive_batch
 from meshwright.errors import ConfigError
 from meshwright.launch.user_code.user_code import UserCode
-from meshwright.optim.build import build_optimizer
 from meshwright.practice.cards.card import Knobs, Observation
-from meshwright.practice.experiments.small_runs import SmallRun, scratch_folder, small_config, train_small
+from meshwright.practice.experiments.counted_training import RankTraining, run_trainings, small_config
+from meshwright.practice.experiments.small_runs import SmallRun, scratch_folder, train_small
 from meshwright.practice.pictures import Bars, Curves
 from meshwright.telemetry.comm_counter import CommCounter
 from meshwright.testing import World, run_ranks
 from meshwright.topology.layout import Layout
-from meshwright.topology.unsupported import validate
-from meshwright.trainer.build import build_parallel_decoder
-from meshwright.trainer.precision import Precision
 from meshwright.trainer.records.step_counters import count_step
-from meshwright.trainer.step import Step, StepContext
 
 POSITIONS = 4
 SHORT_LOSS, LONG_LOSS = 1, 4
@@ -132,16 +123,9 @@ def ddp_gradients(world: World, samples: list[Any], micro_batches: int) -> Any:
 def one_step(knobs: Knobs) -> Observation:
     """Runs one step of the trainer on two ranks, under DDP and under FSDP2, and counts its phases and collectives."""
     micro_batches = int(knobs["accumulation"])
-    counted = {
-        shard: run_ranks(
-            count_phases,
-            2,
-            small_config(f"batch.global={4 * micro_batches}", "batch.micro=2", f"layout.shard={shard}"),
-        )[0]
-        for shard in ("none", "parameters")
-    }
-    phases, ddp = counted["none"]
-    fsdp = counted["parameters"][1]
+    sizes = (f"--batch.global={4 * micro_batches}", "--batch.micro=2")
+    configs = [small_config(2, *sizes, f"--layout.shard={shard}") for shard in ("none", "parameters")]
+    (phases, ddp), (_, fsdp) = (of_config[0] for of_config in run_trainings(configs, count_phases))
     values = {f"{phase}_phases": float(phases.get(phase, 0)) for phase in ("fetch", "forward", "backward", "update")}
     values |= {
         "accumulation": float(micro_batches),
@@ -160,27 +144,17 @@ def one_step(knobs: Knobs) -> Observation:
     return Observation(values, Bars("collectives of one step", "calls", names, rows), notes)
 
 
-def count_phases(world: World, config: RunConfig) -> tuple[Counter[str], dict[tuple[str, str], int]]:
+def count_phases(training: RankTraining) -> tuple[Counter[str], dict[tuple[str, str], int]]:
     """The phases that the second step enters, and its collectives by axis."""
-    config = with_device_defaults(config, "cpu")
-    layout, batch = validate(config)
-    precision = Precision(config.precision, world.device)
-    model = build_parallel_decoder(config, layout, precision, world)
-    optimizer = build_optimizer(model.parameters(), config.optimizer, layout, world, model.block_patterns)
-    step = Step(StepContext.for_rank(config, layout, world, model, optimizer, precision))
-    source = ConcatenatedSource(open_sources(config.data, config.model.vocab, config.model.separator))
-    stream = Stream.from_lengths(config.seed, batch.global_, [len(source)], [1.0], 0.0)
-    loader = Loader(source, stream, batch, layout.data_coordinate(world.rank), config.data)
-    step.warmup_backward(loader.first)
-    batches, phases = loader.steps(0, 2), Counter[str]()
-    step.run(0, 1e-3, batches)
-    with count_step(model, optimizer) as counters:
+    training.run()
+    phases: Counter[str] = Counter()
+    with count_step(training.model, training.optimizer) as counters:
 
         def enter(phase: str) -> None:
             phases[phase] += 1
             counters.enter(phase)
 
-        step.run(1, 1e-3, batches, enter)
+        training.run(enter)
     return phases, {(row.axis, row.collective): row.calls for row in counters.rows()}
 
 

@@ -87,10 +87,6 @@ class SmallRun:
         return read_incidents(self.folder)
 
 
-def small_config(*settings: str, steps: int = 3) -> RunConfig:
-    return load_config(overrides=[*SETTINGS, *settings], steps=steps)
-
-
 def train_small(
     root: Path,
     *settings: str,
@@ -102,7 +98,7 @@ def train_small(
     """Trains in `root` as `meshwright train` does, from the newest checkpoint if there is one. With `may_fail`, the
     error of a run that fails is part of the result.
     """
-    config = small_config(*settings, steps=steps)
+    config = load_config(overrides=[*SETTINGS, *settings], steps=steps)
     try:
         with fault_environment(faults):
             summary = supervise_quietly(make_job(config, RunFolder(root), user))

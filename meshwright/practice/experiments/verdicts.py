@@ -89,8 +89,15 @@ def write_records(root: Path, run: SlowRun) -> RunHistory:
             now += sum(outside.values())
             seconds = sum(phases.values())
             communication = {"exposed_seconds": phases["sync"], "exposed_source": "host waits", **run.communication}
-            values = {"step": step, "begin": now, "seconds": seconds, "loss": 2.0, "phases": phases, "waits": {}}
-            values |= {"outside": outside, "communication": communication, **run.fields(rank)}
+            values: dict[str, Any] = {
+                "step": step,
+                "begin": now,
+                "seconds": seconds,
+                "loss": 2.0,
+                "phases": phases,
+                "waits": {},
+            }
+            values |= {"outside": dict(outside), "communication": communication, **run.fields(rank)}
             now += seconds
             events.append(record("step", rank, now) | values)
         if rank == 0:
