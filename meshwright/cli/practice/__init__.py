@@ -1,0 +1,1 @@
+"""The verbs of practice: cards, labs, incidents, the interview and the page."""
