@@ -92,7 +92,7 @@ def reset_lab(lab: Lab, workspace: Workspace, json: bool) -> None:
 
 
 def show_solution(lab: Lab, workspace: Workspace, force: bool, json: bool) -> None:
-    passed = workspace.record_of(lab).passed
+    passed = workspace.lab_record(lab).passed
     if not passed and not force:
         raise ConfigError(f"the lab {lab.id} has not passed yet", "try --hint, or --solution --force")
     if json:

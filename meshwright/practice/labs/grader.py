@@ -4,9 +4,10 @@ checks.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 
 from meshwright.errors import ConfigError, short_path
@@ -62,13 +63,23 @@ def grade(lab: Lab, path: Path, limit: float = LIMIT) -> Grading:
     """Grades a file. Raises ConfigError if it cannot be read; everything else is a check."""
     source = read_source(path)
     absolute = path.resolve()
-    checks = lab.load_checks()  # here and not in the forked process: torch is imported once
+    warm_up()
+    checks = lab.load_checks()
     run = run_isolated(partial(run_checks, lab, source, absolute, checks, HANG_SHARE * limit), limit)
     reported = [Check(**report) for report in run.reports if report.keys() == Check.__dataclass_fields__.keys()]
     ended_well = any("ended" in report for report in run.reports)
     if not ended_well and all(check.passed for check in reported):
         reported.append(explain_end(lab, run, reported, source, absolute, limit))
     return Grading(lab, tuple(map(printable_check, reported)), printable(run.output))
+
+
+@cache
+def warm_up() -> None:
+    """Imports here, once, what every forked process would import again: torch takes seconds."""
+    import meshwright.practice.labs.work  # noqa: F401
+    from meshwright.launch.ranks import preload_optimizer
+
+    preload_optimizer()
 
 
 def run_checks(
@@ -81,6 +92,7 @@ def run_checks(
     from meshwright.practice.labs.work import GradingEnded, Work
 
     torch.set_num_threads(1)
+    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # names that newer torch renames
     work = Work(lab, source, path, lambda check: report(asdict(check)), hang_seconds)
     try:
         work.load()

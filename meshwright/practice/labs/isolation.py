@@ -162,6 +162,7 @@ def child_main(
         lead_session(mark)
         for number in (signal.SIGINT, signal.SIGTERM):
             signal.signal(number, signal.SIG_DFL)
+        faulthandler.disable()  # a crash is reported, not printed
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
         redirect_streams(output)
         for kind, limit in (

@@ -84,12 +84,12 @@ class Workspace:
     def progress(self) -> Progress:
         return load_progress(progress_file(), self._report)
 
-    def record_of(self, lab: Lab) -> LabRecord:
+    def lab_record(self, lab: Lab) -> LabRecord:
         return LabRecord.parse(self.progress().labs.get(lab.id))
 
     def add_attempt(self, grading: Grading) -> LabRecord:
         """Adds one graded attempt to the progress."""
-        before = self.record_of(grading.lab)
+        before = self.lab_record(grading.lab)
         record = LabRecord(
             passed=before.passed or grading.passed,
             attempts=before.attempts + 1,
@@ -102,7 +102,7 @@ class Workspace:
 
     def next_hint(self, lab: Lab) -> tuple[int, str]:
         """The number of the next hint and its text. After the last one, the last one again."""
-        record = self.record_of(lab)
+        record = self.lab_record(lab)
         number = min(record.hints + 1, len(lab.hints))
         self._save(lab, LabRecord(**asdict(record) | {"hints": number}))
         return number, lab.hints[number - 1]
