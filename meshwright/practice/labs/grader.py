@@ -92,7 +92,9 @@ def run_checks(
     from meshwright.practice.labs.work import GradingEnded, Work
 
     torch.set_num_threads(1)
-    warnings.filterwarnings("ignore", category=FutureWarning, module="torch.distributed")  # names that newer torch renames
+    warnings.filterwarnings(
+        "ignore", category=FutureWarning, module="torch.distributed"
+    )  # names that newer torch renames
     work = Work(lab, source, path, lambda check: report(asdict(check)), hang_seconds)
     try:
         work.load()

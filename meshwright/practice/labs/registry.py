@@ -8,7 +8,10 @@ from importlib import import_module
 from meshwright.errors import ConfigError
 from meshwright.practice.labs.lab import PACKAGE, Lab
 
-ORDER = ("ring_all_reduce", "gradient_buckets")
+ORDER = (
+    "ring_all_reduce",
+    "gradient_buckets",
+)
 """Folders of the labs. Each one's package has the value `LAB`."""
 
 

@@ -50,11 +50,18 @@ class Work:
         self.hang_seconds = hang_seconds
         self.module = ModuleType(MODULE)
         self._report = report
+        self._passed: set[str] = set()
 
     def check(self, name: str, passed: bool, expected: object, found: object, message: str) -> None:
         """Reports a check; `message` says what to look at, and is kept only if the check failed."""
         texts = (cut_text(str(text), MAX_TEXT) for text in (expected, found, "" if passed else message))
         self._report(Check(name, bool(passed), *texts))
+        if passed:
+            self._passed.add(name)
+
+    def passed(self, name: str) -> bool:
+        """Whether a check has been reported as passed."""
+        return name in self._passed
 
     def require(self, name: str, passed: bool, expected: object, found: object, message: str) -> None:
         """Reports a check on which all later checks depend."""
@@ -70,7 +77,7 @@ class Work:
     def load(self) -> None:
         """Runs the file, and reports whether it defines the functions of the lab."""
         if self.lab.suffix == ".py":
-            with self._user_code(FILE_CHECK):
+            with self.user_code(FILE_CHECK):
                 self._execute()
             for function in self.lab.functions:
                 self._check_function(function.name, function.parameters, str(function))
@@ -102,12 +109,13 @@ class Work:
     @contextmanager
     def attempt(self, name: str) -> Iterator[None]:
         """Reports the check `name`: passed if the user's code inside ends, and failed if it raises."""
-        with self._user_code(name):
+        with self.user_code(name):
             yield
         self.check(name, True, "the functions return", "they do", "")
 
     @contextmanager
-    def _user_code(self, name: str) -> Iterator[None]:
+    def user_code(self, name: str) -> Iterator[None]:
+        """Reports a failed check `name` if the user's code inside raises."""
         pid = os.getpid()
         try:
             yield

@@ -1,0 +1,14 @@
+"""Writes the sum over ranks into .grad. Expected check: gradients."""
+
+import torch.distributed as dist
+
+from meshwright.practice.labs.gradient_buckets.solution import attach_hooks, make_buckets  # noqa: F401
+from meshwright.practice.labs.gradient_buckets.solution import finish as finish_mean
+
+
+def finish(state):
+    finish_mean(state)
+    for bucket in state:
+        for parameter in bucket.parameters:
+            if parameter.grad is not None:
+                parameter.grad *= dist.get_world_size()
