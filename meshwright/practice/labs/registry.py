@@ -11,6 +11,7 @@ from meshwright.practice.labs.lab import PACKAGE, Lab
 ORDER = (
     "ring_all_reduce",
     "gradient_buckets",
+    "zero_stages",
 )
 """Folders of the labs. Each one's package has the value `LAB`."""
 

@@ -70,13 +70,13 @@ def exercise(world: World, module: ModuleType) -> BucketRecord:
     model, plain = build_model(), build_model()
     parameters = list(model.parameters())
     log = MessageLog(world.size)
-    state: Any = module.attach_hooks(module.make_buckets(parameters, BUCKET_BYTES))
-    for parameter in parameters:
+    for parameter in parameters:  # before the user's hooks, which react to the gradient
         parameter.register_post_accumulate_grad_hook(lambda _: log.mark("gradient"))
+    state: Any = module.attach_hooks(module.make_buckets(parameters, BUCKET_BYTES))
     gradients, kept, events = [], 0, []
     for step in range(3):
         model.zero_grad()
-        with log, allocated_bytes(parameters) as allocated:
+        with log, allocated_bytes(parameters, sum(p.nbytes for p in parameters)) as allocated:
             model(batch(world.rank, step), skip=step == 2).square().sum().backward()
             log.mark(BACKWARD_ENDED)
             module.finish(state)

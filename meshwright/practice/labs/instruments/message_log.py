@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +19,8 @@ from meshwright.telemetry.comm_counter import (
 from meshwright.topology.collectives import wire_bytes
 from meshwright.torch_private import OpOverload, wrap_collective_waits
 
+PAUSE = 0.002
+"""Seconds after a wait in which Gloo's thread releases the tensors of the message, before memory is counted again."""
 RECEIVE, WAIT, MARK = "receive", "wait", "mark"
 
 
@@ -87,9 +90,11 @@ class MessageLog(CountingMode):
         return result
 
     def _on_wait(self, wait: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        result = wait(*args, **kwargs)
         if self._active:
             self.events.append(MessageEvent(WAIT))
-        return wait(*args, **kwargs)
+            time.sleep(PAUSE)
+        return result
 
 
 def count_kinds(events: list[MessageEvent]) -> Counter[str]:

@@ -1,8 +1,9 @@
 """Calls all_reduce without async_op, so that backward waits for every bucket. Expected check: asynchronous."""
+# ruff: noqa: F401
 
 from functools import partial
 
-from meshwright.practice.labs.gradient_buckets.solution import ReducedBucket, finish, make_buckets  # noqa: F401
+from meshwright.practice.labs.gradient_buckets.solution import ReducedBucket, finish, make_buckets
 
 
 class BlockingBucket(ReducedBucket):

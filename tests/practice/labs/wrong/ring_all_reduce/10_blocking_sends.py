@@ -1,9 +1,10 @@
 """Every rank sends before it receives, and waits for ever. Expected check: 4 ranks return."""
+# ruff: noqa: F401
 
 import torch
 import torch.distributed as dist
 
-from meshwright.practice.labs.ring_all_reduce.solution import ring_all_gather, ring_all_reduce  # noqa: F401
+from meshwright.practice.labs.ring_all_reduce.solution import ring_all_gather, ring_all_reduce
 
 
 def ring_reduce_scatter(chunks):
