@@ -12,6 +12,7 @@ ORDER = (
     "ring_all_reduce",
     "gradient_buckets",
     "zero_stages",
+    "tensor_parallel_linear",
 )
 """Folders of the labs. Each one's package has the value `LAB`."""
 
