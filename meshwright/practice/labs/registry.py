@@ -13,6 +13,7 @@ ORDER = (
     "gradient_buckets",
     "zero_stages",
     "tensor_parallel_linear",
+    "resumable_sampler",
 )
 """Folders of the labs. Each one's package has the value `LAB`."""
 
