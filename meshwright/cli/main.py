@@ -23,6 +23,7 @@ from meshwright.cli.evaluate import evaluate
 from meshwright.cli.launch import launch_kubernetes, launch_ray, launch_slurm
 from meshwright.cli.plan import plan, plan_measure, plan_schedule
 from meshwright.cli.practice.cards import practice_cards
+from meshwright.cli.practice.lab import practice_lab
 from meshwright.cli.practice.overview import practice
 from meshwright.cli.preflight import preflight
 from meshwright.cli.prove import prove
@@ -70,8 +71,9 @@ VERBS: dict[str, Verb] = {
     "checkpoint diff": checkpoint_diff,
     "checkpoint export": checkpoint_export,
     "checkpoint import": checkpoint_import,
-    "practice": practice,
     "practice cards": practice_cards,
+    "practice lab": practice_lab,
+    "practice": practice,
 }
 """Verb -> its function. The docstring of a function is "Verb: summary"."""
 
