@@ -69,7 +69,7 @@ def exercise(world: World, user: ModuleType) -> AttentionRecord:
             log.mark("compute")
             return own(*args)
 
-        user.chunk_attention = marked
+        vars(user)["chunk_attention"] = marked
         out = user.ring_attention(q, k, v)
     return AttentionRecord(out, log.events, allocated.peak)
 
@@ -144,7 +144,7 @@ def explain_attention(found: list[Tensor]) -> str:
     if all(not differs(out, chunk_of(everywhere, rank)) for rank, out in enumerate(found)):
         return "every query looks at the whole sequence: chunks of ranks behind this one are in the future"
     chunks = [[chunk_of(tensor, rank) for tensor in (q, k, v)] for rank in range(RANKS)]
-    own = [attend(*parts, causal_mask(LENGTH))[0] for parts in chunks]
+    own = [attend(q_part, k_part, v_part, causal_mask(LENGTH))[0] for q_part, k_part, v_part in chunks]
     if all(not differs(out, expected) for out, expected in zip(found, own, strict=True)):
         return "every rank attends to its own chunk alone: the keys and values of the ranks before it must reach it"
     right = [not differs(out, expected) for out, expected in zip(found, expected_outputs(), strict=True)]
