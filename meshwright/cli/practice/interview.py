@@ -125,4 +125,31 @@ def note(text: str) -> None:
 
 def run_drill(drill: tuple[str, ...], answer: Path | None, seed: int, json: bool) -> None:
     """Lists the drills, or shows one, or grades an answer to it."""
-    raise ConfigError("no drills yet")
+    from meshwright.practice.interview.drills.answer import ask_answer, read_answer
+    from meshwright.practice.interview.drills.case_figures import draw_case
+    from meshwright.practice.interview.drills.drill_grading import grade_answer
+    from meshwright.practice.interview.drills.drill_text import drill_json, drill_text, question_text, scenario_list
+    from meshwright.practice.interview.drills.scenarios import SCENARIOS, find_scenario
+
+    if len(drill) > 1:
+        raise ConfigError(f"--drill {' '.join(drill)} names more than one scenario", "expected --drill NAME")
+    if not drill:
+        if answer is not None:
+            raise ConfigError("--answer needs a scenario", "expected --drill NAME --answer FILE")
+        emit(json, {"drills": {name: each.question for name, each in SCENARIOS.items()}}, scenario_list())
+        return
+    case = draw_case(find_scenario(drill[0]), seed)
+    if answer is None:
+        if json or not (sys.stdin.isatty() and sys.stdout.isatty()):
+            emit(json, {"drill": drill[0], "seed": seed, "text": case.text()}, question_text(case, seed))
+            return
+        from meshwright.practice.interview.interactive import real_terminal
+
+        emit_text(question_text(case, seed))
+        given = ask_answer(real_terminal(emit_text).ask)
+    else:
+        given = read_answer(answer)
+    checks = grade_answer(case, given)
+    emit(json, drill_json(case, seed, checks), drill_text(case, checks))
+    if not all(check.passed for check in checks):
+        raise SystemExit(1)

@@ -60,7 +60,9 @@ def gate_text(result: GateResult) -> str:
         if not check.passed:
             lines.append(f"      expected {check.expected}")
             lines += [f"      {check.message}"] if check.message else []
-    lines += [f"  -   {name}: not checked before {required} passes" for name, required in result.not_checked.items()]
+    for required in dict.fromkeys(result.not_checked.values()):
+        waiting = ", ".join(name for name, each in result.not_checked.items() if each == required)
+        lines.append(f"  -   not checked before {required} passes: {waiting}")
     return "\n".join(lines)
 
 

@@ -118,13 +118,13 @@ def tradeoff(evidence: Evidence, known: Callable[[str], bool], figures: dict[str
         figures["save_seconds"] = seconds
         share = seconds / max(1e-9, evidence.uninterrupted[0].seconds / max(1, len(evidence.uninterrupted[0].steps)))
         lines.append(
-            f"One save takes {format_seconds(seconds)}, {share:.1f} times a mean step of this tiny model: save_every trades "
+            f"One save takes {format_seconds(seconds)}, {format_percent(share)} of a mean step of this run: save_every trades "
             "the time of saves against the steps that a failure costs."
         )
     if known("resumed"):
         lost = KILL_AT - evidence.resumed.saved_step
         figures["lost_steps"] = lost
-        lines.append(f"The kill in step {KILL_AT + 1} costs {lost} finished step; the checkpoint is after step {evidence.resumed.saved_step}.")
+        lines.append(f"The kill in step {KILL_AT + 1} costs {lost} finished step{'s' if lost != 1 else ''}; the checkpoint is after step {evidence.resumed.saved_step}.")
     return lines or ["Not measured: no checkpoint was written and read."]
 
 

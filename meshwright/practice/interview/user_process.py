@@ -58,7 +58,7 @@ def call(function: Callable[..., Any], *args: Any, seconds: float) -> Ended:
         return Ended(error=f"called sys.exit({error.code!r})", line=user_line(error))
     except BaseException as error:  # noqa: BLE001  whatever the user's code raises is reported to the user
         text = " ".join(str(error).split())[:300]
-        return Ended(error=f"raised {type(error).__name__}: {text}", line=user_line(error))
+        return Ended(error=f"raised {type(error).__name__}{': ' if text else ''}{text}", line=user_line(error))
 
 
 def user_line(error: BaseException) -> int:

@@ -19,7 +19,7 @@ def single_run(evidence: Evidence) -> Check:
     try:
         trace = evidence.single[0]
     except ProbeFailed as failed:
-        return Check("single_run", False, expected, str(failed), "Run this cell by itself first.")
+        return Check("single_run", False, expected, str(failed), "Nothing else is checked before one process trains.")
     found = f"{len(trace.steps)} steps and {len(trace.losses)} losses"
     message = ""
     if not trace.final:
