@@ -67,6 +67,15 @@ def load(path):
     return torch.load(path)
 
 
+def pack(model, optimizer):
+    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
+
+
+def unpack(state, model, optimizer):
+    model.load_state_dict(state["model"])
+    optimizer.load_state_dict(state["optimizer"])
+
+
 def identity(config):
     names = ("lr", "seed", "num_samples", "dropout")
     return {name: config[name] for name in names} | {"global_batch": global_batch(config)}
@@ -102,8 +111,7 @@ def train(config):
         state = load(config["checkpoint"])
         if state["identity"] != identity(config):
             raise ValueError(f"the checkpoint is of another run: {state['identity']}")
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
+        unpack(state, model, optimizer)
         step = state["step"]
         epoch, position = state["epoch"], state["position"]
     steps_per_epoch = config["num_samples"] // global_batch(config)
@@ -137,8 +145,7 @@ def train(config):
             if config["checkpoint"] is not None and step % config["save_every"] == 0 and rank == 0:
                 with timed(phases, "save"):
                     state = {"step": step, "epoch": epoch, "position": position, "identity": identity(config)}
-                    state |= {"model": model.state_dict(), "optimizer": optimizer.state_dict()}
-                    save(config["checkpoint"], state)
+                    save(config["checkpoint"], state | pack(model, optimizer))
             log(config, step=step, loss=total, seconds=time.perf_counter() - begin, phases=phases)
     except Exception as error:
         log(config, step=step, error=repr(error))
@@ -163,8 +170,13 @@ FLAWS: dict[str, tuple[str, str, str]] = {
     ),
     "resume_skips": ('"position": position, "identity"', '"position": position + 1, "identity"', "resume_skip"),
     "weights_only": (
-        '        optimizer.load_state_dict(state["optimizer"])\n',
-        "",
+        '    return {"model": model.state_dict(), "optimizer": optimizer.state_dict()}\n\n\n'
+        "def unpack(state, model, optimizer):\n"
+        '    model.load_state_dict(state["model"])\n'
+        '    optimizer.load_state_dict(state["optimizer"])\n',
+        '    return {"model": model.state_dict()}\n\n\n'
+        "def unpack(state, model, optimizer):\n"
+        '    model.load_state_dict(state["model"])\n',
         "restart_state",
     ),
     "no_config_identity": (
@@ -225,8 +237,8 @@ MORE_FLAWS: dict[str, tuple[str, str, str]] = {
     "sum_exceeds_step": ("seconds=time.perf_counter() - begin", "seconds=phases['forward']", "phases_within_step"),
     "errors_not_logged": ("        log(config, step=step, error=repr(error))\n", "", "rank_errors"),
     "position_of_the_rank": (
-        "                for number in range(position * accumulation, (position + 1) * accumulation):",
-        "",
+        "    return order[rank::world_size]",
+        "    return order[rank * num_samples // world_size : (rank + 1) * num_samples // world_size]",
         "elastic_resume",
     ),
 }
@@ -259,6 +271,16 @@ def notebook(flaw: str) -> str:
         )
     kernel = {"kernelspec": {"display_name": "Python 3", "language": "python", "name": "python3"}}
     return json.dumps({"cells": made, "metadata": kernel, "nbformat": 4, "nbformat_minor": 5}, indent=1) + "\n"
+
+
+def script(flaw: str = "good", *replacements: tuple[str, str]) -> str:
+    """A notebook's cells as one script, with further replacements."""
+    table = FLAWS | MORE_FLAWS
+    text = "\n\n".join(cells(flaw, table))
+    for old, new in replacements:
+        assert old in text, old
+        text = text.replace(old, new)
+    return text
 
 
 if __name__ == "__main__":

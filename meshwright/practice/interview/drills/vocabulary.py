@@ -42,7 +42,7 @@ COLLECTIVES: dict[str, str] = {
     "all_reduce": r"all-?_?\s?reduce",
     "all_gather": r"all-?_?\s?gather",
     "reduce_scatter": r"reduce-?_?\s?scatter",
-    "send": r"\bsends?\b|\brecv\b|receive|point-to-point|p2p",
+    "send": r"point-to-point|\bp2p\b|\bsend/rec\w*|\bsends? and rec\w*|\bisend|\birecv|sends? to the next (?:rank|stage)",
     "all_to_all": r"all-?_?\s?to-?_?\s?all",
     "broadcast": r"broadcast",
 }
