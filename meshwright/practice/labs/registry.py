@@ -8,7 +8,14 @@ from importlib import import_module
 from meshwright.errors import ConfigError
 from meshwright.practice.labs.lab import PACKAGE, Lab
 
-ORDER = ("ring_all_reduce", "pipeline_1f1b", "ring_attention", "expert_dispatch", "straggler_hunt")
+ORDER = (
+    "ring_all_reduce",
+    "pipeline_1f1b",
+    "ring_attention",
+    "expert_dispatch",
+    "straggler_hunt",
+    "five_part_scenario",
+)
 """Folders of the labs. Each one's package has the value `LAB`."""
 
 
