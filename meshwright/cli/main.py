@@ -23,6 +23,7 @@ from meshwright.cli.evaluate import evaluate
 from meshwright.cli.launch import launch_kubernetes, launch_ray, launch_slurm
 from meshwright.cli.plan import plan, plan_measure, plan_schedule
 from meshwright.cli.practice.cards import practice_cards
+from meshwright.cli.practice.interview import practice_interview
 from meshwright.cli.practice.lab import practice_lab
 from meshwright.cli.practice.overview import practice
 from meshwright.cli.preflight import preflight
@@ -60,6 +61,7 @@ VERBS: dict[str, Verb] = {
     "metrics serve": metrics_serve,
     "metrics dashboard": metrics_dashboard,
     "metrics alerts": metrics_alerts,
+    "practice interview": practice_interview,
     "sample": sample,
     "evaluate": evaluate,
     "data prepare": data_prepare,

@@ -14,6 +14,11 @@ ORDER = (
     "zero_stages",
     "tensor_parallel_linear",
     "resumable_sampler",
+    "pipeline_1f1b",
+    "ring_attention",
+    "expert_dispatch",
+    "straggler_hunt",
+    "five_part_scenario",
 )
 """Folders of the labs. Each one's package has the value `LAB`."""
 
