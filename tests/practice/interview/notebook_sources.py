@@ -201,7 +201,11 @@ FLAWS: dict[str, tuple[str, str, str]] = {
         "value = loss(model, batch) / (accumulation * world_size)",
         "gradient_union",
     ),
-    "rank_0_logs": ('    if config["log_dir"] is None:', '    if config["log_dir"] is None or config["rank"] > 0:', "rank_records"),
+    "rank_0_logs": (
+        '    if config["log_dir"] is None:',
+        '    if config["log_dir"] is None or config["rank"] > 0:',
+        "rank_records",
+    ),
 }
 """flaw -> (text of the good answer, its replacement, the check that names the flaw)"""
 
@@ -221,10 +225,18 @@ MORE_FLAWS: dict[str, tuple[str, str, str]] = {
         "    return order[: num_samples // world_size * world_size][rank::world_size]",
         "partition_union",
     ),
-    "global_generator": ('random.Random(f"{seed}-{epoch}").shuffle(order)', "random.shuffle(order)", "partition_deterministic"),
-    "silent_default": ('optimizer.load_state_dict(state["optimizer"])', 'optimizer.load_state_dict(state.get("optimizer", optimizer.state_dict()))', "restart_manifest"),
+    "global_generator": (
+        'random.Random(f"{seed}-{epoch}").shuffle(order)',
+        "random.shuffle(order)",
+        "partition_deterministic",
+    ),
+    "silent_default": (
+        'optimizer.load_state_dict(state["optimizer"])',
+        'optimizer.load_state_dict(state.get("optimizer", optimizer.state_dict()))',
+        "restart_manifest",
+    ),
     "unseeded_dropout": (
-        "            torch.manual_seed(1_000_003 * config[\"seed\"] + world_size * step + rank)\n",
+        '            torch.manual_seed(1_000_003 * config["seed"] + world_size * step + rank)\n',
         "",
         "restart_state",
     ),
@@ -233,7 +245,11 @@ MORE_FLAWS: dict[str, tuple[str, str, str]] = {
         "mine = list(range(config['num_samples']))[rank::world_size]",
         "sampler_used",
     ),
-    "wrong_phase": ('                with timed(phases, "fetch"):\n', '                with timed(phases, "copy"):\n', "phases_attributed"),
+    "wrong_phase": (
+        '                with timed(phases, "fetch"):\n',
+        '                with timed(phases, "copy"):\n',
+        "phases_attributed",
+    ),
     "sum_exceeds_step": ("seconds=time.perf_counter() - begin", "seconds=phases['forward']", "phases_within_step"),
     "errors_not_logged": ("        log(config, step=step, error=repr(error))\n", "", "rank_errors"),
     "position_of_the_rank": (

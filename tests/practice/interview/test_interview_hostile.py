@@ -1,4 +1,4 @@
-"""Code that hangs, exits, prints much, takes memory or raises is named with its line; a traceback of ours is never shown."""
+"""Code that hangs, exits, prints much, takes memory or raises is named with its line, without a traceback of ours."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from notebook_sources import script
 from meshwright.practice.interview.exercise import default_options
 from meshwright.practice.interview.report import check_file, report_text
 
-TRAIN = "    micro = config[\"micro_batch\"]\n"
+TRAIN = '    micro = config["micro_batch"]\n'
 
 
 def found(tmp_path, text, gates=(15,), seconds=20.0):
@@ -59,7 +59,11 @@ def test_crash_of_the_process_is_named_with_its_line(tmp_path):
 
 def test_rank_that_leaves_a_collective_out_is_named(tmp_path):
     text = script(
-        "good", ("                    dist.all_reduce(parameter.grad)", "                    rank or dist.all_reduce(parameter.grad)")
+        "good",
+        (
+            "                    dist.all_reduce(parameter.grad)",
+            "                    rank or dist.all_reduce(parameter.grad)",
+        ),
     )
     answer = found(tmp_path, text, gates=(30,), seconds=3.0)
     assert "rank 0 of 2" in answer or "rank 1 of 2" in answer

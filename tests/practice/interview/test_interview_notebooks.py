@@ -30,12 +30,16 @@ def test_notebooks_are_those_of_the_table():
 def test_good_notebook_passes_every_check_also_the_demanding_ones():
     report = check_file(NOTEBOOKS / "good.ipynb", DEMANDING, True, GATES, 60)
     assert failed(report) == [], report_text(report)
-    assert report.passed and not report.follow_ups
+    assert report.passed
+    assert not report.follow_ups
     value = report_json(report)
-    assert value["status"] == "pass" and value["format"] == 1 and set(value["gates"].values()) == {True}
+    assert value["status"] == "pass"
+    assert value["format"] == 1
+    assert set(value["gates"].values()) == {True}
     figures = value["review"]["figures"]
     assert figures["reduced_bytes_per_step"] == figures["gradient_bytes"] == 776
-    assert figures["resume_difference"] == 0 and figures["lost_steps"] == 1
+    assert figures["resume_difference"] == 0
+    assert figures["lost_steps"] == 1
     assert figures["checks_passed"] == figures["checks"] == 30
 
 
@@ -46,7 +50,8 @@ def test_flaw_is_named_and_nothing_else(flaw):
     assert failed(report) == [expected]
     assert [name for name, _ in report.follow_ups] == [expected]
     check = next(check for check in report.checks if check.name == expected)
-    assert check.message and check.found
+    assert check.message
+    assert check.found
     assert FOLLOW_UPS[expected].question in report_text(report)
 
 

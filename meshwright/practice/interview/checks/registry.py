@@ -1,4 +1,4 @@
-"""The table of all checks: which function decides each one, what it needs to have passed, and which answer asks for it."""
+"""The table of all checks: the function that decides it, the checks that it requires, and the answer that asks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from meshwright.practice.interview.evidence import Evidence
 
 @dataclass(frozen=True)
 class CheckedProperty:
-    """A check, the checks without which its result would mean nothing, and the answer that asks for it."""
+    """A check, the checks without which its result would mean nothing, and the answer that asks."""
 
     decide: Callable[[Evidence], Check]
     requires: tuple[str, ...] = ()
