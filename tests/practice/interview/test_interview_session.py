@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import json
 import sys
+from pathlib import Path
 
 import pytest
 from notebook_sources import NOTEBOOKS, script
 
 from meshwright.cli import main
 from meshwright.errors import ConfigError
-from meshwright.practice.interview.exercise import CLARIFICATIONS, GATES, STAGES
+from meshwright.practice.interview.exercise import CLARIFICATIONS, CONTRACT, GATES, STAGES
 from meshwright.practice.interview.follow_ups import FOLLOW_UPS, FOUR_QUESTIONS, PRESSURE_QUESTIONS
 from meshwright.practice.interview.session import new_session, parse_assumptions, resume_session, save_session
 from meshwright.practice.progress import Progress
+
+ROOT = Path(__file__).parents[3]
 
 
 def test_clock_stands_still_while_paused(tmp_path):
@@ -146,3 +149,15 @@ def test_reading_a_file_does_not_import_torch(tmp_path):
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, stdin=subprocess.DEVNULL)
+
+
+def test_page_lists_every_function_and_every_check():
+    text = (ROOT / "docs" / "practice-interview.md").read_text()
+    assert all(f"`{function.signature}`" in text for function in CONTRACT.values())
+    assert all(f"`{name}`" in text for stage in STAGES for name in stage.checks)
+
+
+def test_example_is_the_good_notebook():
+    example = json.loads((ROOT / "examples" / "interview.ipynb").read_text())
+    good = json.loads((NOTEBOOKS / "good.ipynb").read_text())
+    assert example["cells"][1:] == good["cells"][1:]
