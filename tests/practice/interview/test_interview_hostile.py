@@ -28,12 +28,12 @@ def line_of(text, marker):
     ("statement", "said"),
     [
         ("raise RuntimeError('my mistake')", "raised RuntimeError: my mistake"),
-        ("import sys; sys.exit(3)", "called sys.exit(3)"),
+        pytest.param("import sys; sys.exit(3)", "called sys.exit(3)", marks=pytest.mark.long),
         ("os._exit(4)", "called os._exit(4)"),
         ("print('x' * (80 << 20))", "raised OSError"),
-        ("torch.zeros(1 << 32)", "raised RuntimeError"),
-        ("input()", "raised EOFError"),
-        ("import no_such_module", "raised ModuleNotFoundError"),
+        pytest.param("torch.zeros(1 << 32)", "raised RuntimeError", marks=pytest.mark.long),
+        pytest.param("input()", "raised EOFError", marks=pytest.mark.long),
+        pytest.param("import no_such_module", "raised ModuleNotFoundError", marks=pytest.mark.long),
     ],
 )
 def test_end_of_the_users_code_is_named_with_its_line(tmp_path, statement, said):

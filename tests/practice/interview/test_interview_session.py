@@ -74,11 +74,11 @@ def test_every_check_raises_a_question_and_every_gate_is_in_the_table():
 
 
 def test_scripted_terminal_goes_through_the_gates_pauses_and_resumes(tmp_path):
-    """A person who checks the first two gates, pauses, comes back and finishes without the others."""
+    """A person who checks two gates, of which the second stays red, pauses, comes back and goes on to the questions."""
     from meshwright.practice.interview.interactive import Terminal, ask_clarifications, conduct
 
     path = tmp_path / "answer.py"
-    path.write_text(script())
+    path.write_text(script("good", ("    rank, world_size", "    raise ValueError('not yet')\n    rank, world_size")))
     said: list[str] = []
     now = [0.0]
     lines: list[str | None] = ["", None, None, "", "q"]
@@ -94,13 +94,14 @@ def test_scripted_terminal_goes_through_the_gates_pauses_and_resumes(tmp_path):
     progress = Progress()
     assert conduct(session, terminal, lambda: save_session(session, progress), 60) is None
     assert any("Minute 15: the gate is due" in text for text in said)
-    assert {gate: row["passed"] for gate, row in session.gates.items()} == {"5": True, "15": True}
+    assert {gate: row["passed"] for gate, row in session.gates.items()} == {"5": True, "15": False}
     assert session.gates["15"]["in_time"] is False
     again = resume_session(progress)
     again.running_since = now[0]
     lines[:] = ["n"]
     report = conduct(again, terminal, lambda: save_session(again, progress), 60)
-    assert report.passed
+    assert not report.passed
+    assert FOLLOW_UPS["single_run"].question in "\n".join(said)
     assert progress.interviews[session.id]["finished"] is True
     text = "\n".join(said)
     for question in (*FOUR_QUESTIONS, *PRESSURE_QUESTIONS):

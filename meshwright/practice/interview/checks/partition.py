@@ -62,7 +62,14 @@ def partition_overlap(evidence: Evidence) -> Check:
                 f"with {count} samples on {size} ranks, {len(repeated)} samples are there more than once: "
                 f"{shown(repeated)}"
             )
-    message = "" if not problem else "Every rank trains on the same data: give rank r of N every N-th sample from r on."
+    message = (
+        ""
+        if not problem
+        else (
+            "Ranks train on the same data: give rank r of N every N-th sample from r on, and take both from the "
+            "arguments, not from hidden state."
+        )
+    )
     return Check("partition_overlap", not problem, "no sample twice in an epoch", problem or "none", message)
 
 
