@@ -1,4 +1,4 @@
-"""The exercise: the prompt, the clarifying questions, the functions of the contract, and the stages with their gates."""
+"""The exercise: the prompt, the clarifying questions, the functions of the contract, and the stages with gates."""
 
 from __future__ import annotations
 
@@ -76,9 +76,13 @@ CONTRACT = {
     function.name: function
     for function in (
         ContractFunction("build_model", ("config",), "nn.Module", "the model, initialized from config['seed']"),
-        ContractFunction("fetch", ("indices",), "batch", "reads these samples; train calls it in the step that uses them"),
+        ContractFunction(
+            "fetch", ("indices",), "batch", "reads these samples; train calls it in the step that uses them"
+        ),
         ContractFunction("loss", ("model", "batch"), "Tensor", "the mean loss over the samples of a batch"),
-        ContractFunction("train", ("config",), "dict", "trains this rank; returns {'losses': one float per optimizer step}"),
+        ContractFunction(
+            "train", ("config",), "dict", "trains this rank; returns {'losses': one float per optimizer step}"
+        ),
         ContractFunction(
             "partition",
             ("num_samples", "rank", "world_size", "epoch", "seed"),
@@ -86,7 +90,9 @@ CONTRACT = {
             "the samples of a rank in an epoch, in order",
         ),
         ContractFunction("global_batch", ("config",), "int", "samples per optimizer step over all ranks"),
-        ContractFunction("save", ("path", "state"), "None", "writes a checkpoint; state is a dict, path a file or a folder"),
+        ContractFunction(
+            "save", ("path", "state"), "None", "writes a checkpoint; state is a dict, path a file or a folder"
+        ),
         ContractFunction("load", ("path",), "dict", "reads what save wrote"),
     )
 }
@@ -152,7 +158,9 @@ class Stage:
 
 
 STAGES = (
-    Stage(5, "clarify", "Ask the four questions, write the answers down, and say what one step is.", (), ("clarified",)),
+    Stage(
+        5, "clarify", "Ask the four questions, write the answers down, and say what one step is.", (), ("clarified",)
+    ),
     Stage(
         15,
         "one process",

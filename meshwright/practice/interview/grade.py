@@ -31,7 +31,7 @@ def applies(name: str, options: Mapping[str, str]) -> bool:
 
 
 def grade(
-    evidence: Evidence, gates: Sequence[int], report: Callable[[GateResult], None] = lambda result: None
+    evidence: Evidence, gates: Sequence[int], on_gate: Callable[[GateResult], None] | None = None
 ) -> list[GateResult]:
     """The results of these gates. A check of an earlier gate that a check requires is decided, but not reported."""
     decided: dict[str, Check] = {}
@@ -63,5 +63,6 @@ def grade(
             else:
                 checks.append(decision)
         results.append(GateResult(stage, tuple(checks), waiting))
-        report(results[-1])
+        if on_gate is not None:
+            on_gate(results[-1])
     return results

@@ -1,4 +1,4 @@
-"""The interview in a terminal: it asks, keeps the time, checks gates on request, and ends with questions and a review."""
+"""The interview in a terminal: it asks, keeps the time, checks gates, and ends with questions and a review."""
 
 from __future__ import annotations
 
@@ -87,10 +87,14 @@ def run_stages(session: InterviewSession, terminal: Terminal, save: Callable[[],
     return True
 
 
-def conduct(session: InterviewSession, terminal: Terminal, save: Callable[[], None], seconds: float) -> InterviewReport | None:
+def conduct(
+    session: InterviewSession, terminal: Terminal, save: Callable[[], None], seconds: float
+) -> InterviewReport | None:
     """The whole interview; None if it is paused."""
     terminal.say(prompt_text())
-    terminal.say(f"\nYour file: {session.file}; the clock is at {format_clock(60 * session.minutes(terminal.clock()))}.")
+    terminal.say(
+        f"\nYour file: {session.file}; the clock is at {format_clock(60 * session.minutes(terminal.clock()))}."
+    )
     if not run_stages(session, terminal, save, seconds):
         return None
 

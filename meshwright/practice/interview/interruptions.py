@@ -7,6 +7,7 @@ import resource
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -31,11 +32,13 @@ def interrupt_saves(
     folder = Path(newer)
     sizes = [file.stat().st_size for file in (folder.rglob("*") if folder.is_dir() else [folder]) if file.is_file()]
     largest = max(sizes, default=0)
-    points: list[tuple[str, Callable[[], None]]] = [
-        (f"after {size:,} of {largest:,} bytes", lambda size=size: limit_file_size(size))
+    points = [
+        (f"after {size:,} of {largest:,} bytes", partial(limit_file_size, size))
         for size in sorted({0, largest // 2, max(0, largest - 1)})
     ]
-    points += [(f"before file operation {number}", lambda number=number: kill_at_event(number)) for number in range(1, MAX_EVENTS + 1)]
+    points += [
+        (f"before file operation {number}", partial(kill_at_event, number)) for number in range(1, MAX_EVENTS + 1)
+    ]
     found = []
     for number, (name, prepare) in enumerate(points):
         target = moved(copy(f"point_{number}"))
@@ -93,7 +96,7 @@ def loadable(module: ModuleType, target: str, old: Any, new: Any) -> str:
     """INTACT, or what is wrong with what load returns."""
     try:
         state = module.load(target)
-    except Exception as error:
+    except Exception as error:  # noqa: BLE001  the user's load may raise anything
         return f"load raised {type(error).__name__}: {' '.join(str(error).split())[:120]}"
     return INTACT if same(state, old) or same(state, new) else "load returned a state that was never saved"
 

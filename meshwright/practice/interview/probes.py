@@ -1,9 +1,8 @@
-"""What the checker runs inside of a rank: training as the contract calls it, partitions, restarts and interrupted saves."""
+"""What the checker runs inside of a rank: training as the contract calls it, partitions, restarts, killed saves."""
 
 from __future__ import annotations
 
 import json
-import os
 import shutil
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -24,12 +23,14 @@ BATCH_CASES = ({"world_size": 2}, {"world_size": 8, "tensor_parallel": 2, "pipel
 LOSS_STEPS = {"num_samples": 64, "micro_batch": 4, "accumulation": 2, "steps": 64}
 """8 steps per epoch, 8 epochs"""
 RESTART_STEPS, RESUMED_STEPS = 2, 5
-OTHER_CONFIGS = ({"lr": 0.02}, {"num_samples": 28})
+OTHER_CONFIGS: tuple[dict[str, Any], ...] = ({"lr": 0.02}, {"num_samples": 28})
 """Changes after which a resume must be refused."""
 FAILS, SAME, DIFFERS = "refused", "same", "differs"
 
 
-def in_rank(world: World, source: str, folder: str, scratch: str, probe: str, args: tuple[Any, ...], seconds: float) -> Ended:
+def in_rank(
+    world: World, source: str, folder: str, scratch: str, probe: str, args: tuple[Any, ...], seconds: float
+) -> Ended:
     """The function of a rank: loads the submission and runs one probe on it."""
     enter(Path(scratch), f"{probe}-{world.rank}")
     with process_group(world.rank, world.size):
@@ -57,7 +58,13 @@ def train(module: ModuleType, config: Mapping[str, Any], injection: Injection, l
 
 
 def training(
-    module: ModuleType, world: World, scratch: Path, seconds: float, changes: dict[str, Any], injection: Injection, name: str
+    module: ModuleType,
+    world: World,
+    scratch: Path,
+    seconds: float,
+    changes: dict[str, Any],
+    injection: Injection,
+    name: str,
 ) -> Ended:
     """One run of `train` on every rank; the ledger of a rank is a file, because the rank may be killed."""
     ledger = scratch / f"ledger-{name}-{world.rank}.jsonl"
@@ -100,7 +107,11 @@ def batches(module: ModuleType, _world: World, _scratch: Path, seconds: float) -
 
 
 def union_gradients(
-    module: ModuleType, world: World, _scratch: Path, seconds: float, cases: list[tuple[dict[str, torch.Tensor], list[int]]]
+    module: ModuleType,
+    world: World,
+    _scratch: Path,
+    seconds: float,
+    cases: list[tuple[dict[str, torch.Tensor], list[int]]],
 ) -> Ended:
     """The gradients of one process on all samples of a step, with the parameters that the ranks had before it."""
 
@@ -137,7 +148,10 @@ def restarts(module: ModuleType, world: World, scratch: Path, seconds: float) ->
         without = {}
         for number, key in enumerate(state):
             target = copy_of(origin, f"without_{number}")
-            module.save(moved(last, origin, target), {name: value for name, value in module.load(str(last)).items() if name != key})
+            module.save(
+                moved(last, origin, target),
+                {name: value for name, value in module.load(str(last)).items() if name != key},
+            )
             without[str(key)] = outcome(module, resuming | {"checkpoint": str(target)}, baseline)
         others = []
         for number, change in enumerate(OTHER_CONFIGS):
@@ -152,7 +166,7 @@ def outcome(module: ModuleType, config: dict[str, Any], baseline: dict[str, torc
     """How a resume ends: it is refused, it reaches the same parameters, or others."""
     try:
         final = train(module, config, Injection(), None).final
-    except (Exception, SystemExit):
+    except (Exception, SystemExit):  # noqa: BLE001  every way to refuse counts
         return FAILS
     return SAME if largest_difference(final, baseline) == 0 else DIFFERS
 
@@ -221,7 +235,9 @@ def interrupted_saves(module: ModuleType, world: World, scratch: Path, seconds: 
         other = scratch / "atomic" / "newer" / "checkpoint"
         other.parent.mkdir()
         newer = train(module, config | {"checkpoint": str(other), "steps": 4}, Injection(), None).saves[-1][1]
-        return interrupt_saves(module, lambda name: copy_of(origin, name), lambda target: moved(last, origin, target), last, newer)
+        return interrupt_saves(
+            module, lambda name: copy_of(origin, name), lambda target: moved(last, origin, target), last, newer
+        )
 
     return call(work, seconds=seconds)
 

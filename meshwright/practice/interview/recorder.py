@@ -85,7 +85,10 @@ class Recorder:
         originals = {name: getattr(self.module, name) for name in names}
         for name in names:
             setattr(self.module, name, getattr(self, f"_{name}")(originals[name]))
-        hooks = [register_optimizer_step_pre_hook(self._before_step), register_optimizer_step_post_hook(self._after_step)]
+        hooks = [
+            register_optimizer_step_pre_hook(self._before_step),
+            register_optimizer_step_post_hook(self._after_step),
+        ]
         begin = time.perf_counter()
         try:
             with self._counter:

@@ -10,7 +10,13 @@ from typing import Any
 from meshwright.practice.checks import Check, results
 from meshwright.practice.interview.evidence import Evidence
 from meshwright.practice.interview.exercise import CONTRACT
-from meshwright.practice.interview.follow_ups import FOUR_QUESTIONS, PRESSURE_QUESTIONS, FollowUp, questions_for, where_to_learn
+from meshwright.practice.interview.follow_ups import (
+    FOUR_QUESTIONS,
+    PRESSURE_QUESTIONS,
+    FollowUp,
+    questions_for,
+    where_to_learn,
+)
 from meshwright.practice.interview.grade import GateResult, grade
 from meshwright.practice.interview.review import Review, write_review
 from meshwright.practice.interview.runner import SECONDS, Runner, scratch_folder
@@ -39,7 +45,7 @@ def check_file(
     answered: bool,
     gates: Sequence[int],
     seconds: float = SECONDS,
-    on_gate: Callable[[GateResult], None] = lambda result: None,
+    on_gate: Callable[[GateResult], None] | None = None,
 ) -> InterviewReport:
     """Reads the user's file, runs it on forked ranks in a scratch folder, and decides the checks of these gates."""
     submission = read_submission(path)
@@ -74,7 +80,10 @@ def report_text(report: InterviewReport) -> str:
         lines = ["Follow-up questions, from what the code lacks"]
         for name, question in report.follow_ups:
             where = where_to_learn(question)
-            lines += [f"  {question.question} ({name})", f"    listen for: {question.listen_for}" + (f" [{where}]" if where else "")]
+            lines += [
+                f"  {question.question} ({name})",
+                f"    listen for: {question.listen_for}" + (f" [{where}]" if where else ""),
+            ]
         blocks.append("\n".join(lines))
     for title, questions in (("Four questions", FOUR_QUESTIONS), ("Four questions that press", PRESSURE_QUESTIONS)):
         blocks.append("\n".join([title, *(f"  {each.question}" for each in questions)]))

@@ -54,15 +54,23 @@ def write_review(evidence: Evidence, results: Sequence[GateResult]) -> Review:
         """`good` if the check passed, else what was found; nothing if it was not checked."""
         if (check := status.get(name)) is None:
             return []
-        return [good if check.passed else f"Not yet: expected {check.expected}; found {check.found}. {check.message}".rstrip()]
+        return [
+            good
+            if check.passed
+            else f"Not yet: expected {check.expected}; found {check.found}. {check.message}".rstrip()
+        ]
 
     return Review(
         problem(evidence, known, figures),
         [
-            *sentence("partition_overlap", "Every sample of an epoch is on exactly one rank; the order is that of partition."),
+            *sentence(
+                "partition_overlap", "Every sample of an epoch is on exactly one rank; the order is that of partition."
+            ),
             *sentence("partition_padding", "No sample is repeated to make ranks equally long."),
             *sentence("partition_reshuffle", "The order changes with the epoch."),
-            *sentence("gradient_union", f"{RANKS} ranks have the gradient of one process on all their samples, in float64."),
+            *sentence(
+                "gradient_union", f"{RANKS} ranks have the gradient of one process on all their samples, in float64."
+            ),
             *sentence("restart_state", f"A run killed in step {KILL_AT + 1} of {STEPS} ends with the same parameters."),
             *sentence("config_identity", "A resume with other settings is refused."),
         ]
@@ -85,7 +93,8 @@ def problem(evidence: Evidence, known: Callable[[str], bool], figures: dict[str,
         figures |= {"first_loss": trace.losses[0], "last_loss": trace.losses[-1]}
         lines.append(
             f"One process holds {format_bytes(trace.gradient_bytes)} of parameters; its loss goes from "
-            f"{trace.losses[0]:.4g} to {trace.losses[-1]:.4g} in {len(trace.losses)} steps, {format_seconds(trace.seconds)}."
+            f"{trace.losses[0]:.4g} to {trace.losses[-1]:.4g} in {len(trace.losses)} steps, "
+            f"{format_seconds(trace.seconds)}."
         )
     return lines
 
@@ -96,15 +105,22 @@ def communication(evidence: Evidence, known: Callable[[str], bool], figures: dic
     trace = evidence.two_ranks[0]
     step = trace.steps[-1]
     wire = 2 * (RANKS - 1) / RANKS * step.reduced_bytes
-    figures |= {"reduced_bytes_per_step": step.reduced_bytes, "collectives_per_step": step.calls, "wire_bytes_per_step": wire}
+    figures |= {
+        "reduced_bytes_per_step": step.reduced_bytes,
+        "collectives_per_step": step.calls,
+        "wire_bytes_per_step": wire,
+    }
     ratio = step.reduced_bytes / max(1, trace.gradient_bytes)
     lines = [
-        f"A step reduces {format_bytes(step.reduced_bytes)} in {step.calls} collectives: {ratio:.2f} times the gradient of "
-        f"{format_bytes(trace.gradient_bytes)}. A ring sends 2(N-1)/N of that, {format_bytes(wire)} per rank with N = {RANKS}, "
+        f"A step reduces {format_bytes(step.reduced_bytes)} in {step.calls} collectives: {ratio:.2f} times the "
+        f"gradient of {format_bytes(trace.gradient_bytes)}. A ring sends 2(N-1)/N of that, {format_bytes(wire)} per "
+        f"rank with N = {RANKS}, "
         "and this does not grow with the batch."
     ]
     if step.calls > 1 and ratio <= 1.5:
-        lines.append(f"{step.calls} collectives each pay their latency: one flat buffer, or DDP's buckets, would pay it once.")
+        lines.append(
+            f"{step.calls} collectives each pay their latency: one flat buffer, or DDP's buckets, would pay it once."
+        )
     return lines
 
 
@@ -118,13 +134,16 @@ def tradeoff(evidence: Evidence, known: Callable[[str], bool], figures: dict[str
         figures["save_seconds"] = seconds
         share = seconds / max(1e-9, evidence.uninterrupted[0].seconds / max(1, len(evidence.uninterrupted[0].steps)))
         lines.append(
-            f"One save takes {format_seconds(seconds)}, {format_percent(share)} of a mean step of this run: save_every trades "
-            "the time of saves against the steps that a failure costs."
+            f"One save takes {format_seconds(seconds)}, {format_percent(share)} of a mean step of this run: save_every "
+            "trades the time of saves against the steps that a failure costs."
         )
     if known("resumed"):
         lost = KILL_AT - evidence.resumed.saved_step
         figures["lost_steps"] = lost
-        lines.append(f"The kill in step {KILL_AT + 1} costs {lost} finished step{'s' if lost != 1 else ''}; the checkpoint is after step {evidence.resumed.saved_step}.")
+        lines.append(
+            f"The kill in step {KILL_AT + 1} costs {lost} finished step{'s' if lost != 1 else ''}; the checkpoint is "
+            f"after step {evidence.resumed.saved_step}."
+        )
     return lines or ["Not measured: no checkpoint was written and read."]
 
 
@@ -137,12 +156,15 @@ def measurement(
         rate = sum(len(step.samples) for each in evidence.two_ranks for step in each.steps) / max(1e-9, trace.seconds)
         figures["samples_per_second"] = rate
         lines.append(f"Progress: {rate:.0f} samples/s over {RANKS} ranks on this machine.")
-    if known("records") and (steps := [step for step in all_steps(evidence) if seconds_of(step, "forward") is not None]):
+    if known("records") and (
+        steps := [step for step in all_steps(evidence) if seconds_of(step, "forward") is not None]
+    ):
         total = sum(float(step["seconds"]) for step in steps)
         shares = {name: sum(seconds_of(step, name) or 0.0 for step in steps) / max(1e-9, total) for name in PHASE_NAMES}
         figures |= {f"share_{name}": share for name, share in shares.items()}
         text = ", ".join(f"{name} {format_percent(share)}" for name, share in shares.items())
-        lines.append(f"Your own phases, over all ranks and steps: {text}; {format_percent(max(0.0, 1 - sum(shares.values())))} is in none.")
+        rest = format_percent(max(0.0, 1 - sum(shares.values())))
+        lines.append(f"Your own phases, over all ranks and steps: {text}; {rest} is in none.")
     if known("resumed") and known("uninterrupted"):
         difference = measured(lambda: largest_difference(evidence.resumed.final, evidence.uninterrupted[0].final))
         if difference is not None:
@@ -152,5 +174,7 @@ def measurement(
     waiting = sum(len(result.not_checked) for result in results)
     passed = sum(check.passed for check in checks)
     figures |= {"checks_passed": passed, "checks": len(checks) + waiting}
-    lines.append(f"{passed} of {len(checks) + waiting} checks pass" + (f"; {waiting} wait for others." if waiting else "."))
+    lines.append(
+        f"{passed} of {len(checks) + waiting} checks pass" + (f"; {waiting} wait for others." if waiting else ".")
+    )
     return lines

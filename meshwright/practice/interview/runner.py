@@ -55,7 +55,10 @@ class Runner:
                 )
                 return ended
             except RanksFailed as failed:
-                ends = {failure.rank: self._failure(probe, failure.rank, failure.error_type, failure.message) for failure in failed.failures}
+                ends = {
+                    failure.rank: self._failure(probe, failure.rank, failure.error_type, failure.message)
+                    for failure in failed.failures
+                }
                 return [ends.get(rank, Ended(error="was ended with the others")) for rank in range(ranks)]
 
     def values(self, probe: str, ranks: int, *args: Any) -> list[Any]:
@@ -82,7 +85,10 @@ class Runner:
 
 
 def is_secondary(error: str) -> bool:
-    return any(text in error for text in ("Connection closed", "Connection reset", "was ended with", "lost another", "was killed by signal"))
+    return any(
+        text in error
+        for text in ("Connection closed", "Connection reset", "was ended with", "lost another", "was killed by signal")
+    )
 
 
 def read_tail(path: Path, limit: int = 64 << 10) -> str:
@@ -104,7 +110,9 @@ def hidden_cuda(hide: bool) -> Iterator[None]:
         yield
     finally:
         if hide:
-            os.environ.pop("CUDA_VISIBLE_DEVICES") if previous is None else os.environ.update(CUDA_VISIBLE_DEVICES=previous)
+            os.environ.pop("CUDA_VISIBLE_DEVICES") if previous is None else os.environ.update(
+                CUDA_VISIBLE_DEVICES=previous
+            )
 
 
 @contextmanager

@@ -78,7 +78,9 @@ def save_session(session: InterviewSession, progress: Progress) -> None:
 
 def resume_session(progress: Progress) -> InterviewSession:
     """The newest interview that is not finished; raises ConfigError if there is none."""
-    open_ones = sorted(name for name, value in progress.interviews.items() if isinstance(value, dict) and not value.get("finished"))
+    open_ones = sorted(
+        name for name, value in progress.interviews.items() if isinstance(value, dict) and not value.get("finished")
+    )
     if not open_ones:
         raise ConfigError("there is no interview to resume", "try meshwright practice interview --file FILE")
     name = open_ones[-1]
@@ -90,7 +92,11 @@ def resume_session(progress: Progress) -> InterviewSession:
 def parse_session(value: Any, name: str) -> InterviewSession:
     """Parses the file of a session, which may be damaged."""
     error = ConfigError(f"{session_file(name)} is damaged", f"expected {EXPECTED}")
-    if not isinstance(value, dict) or not isinstance(value.get("options"), dict) or not isinstance(value.get("gates"), dict):
+    if (
+        not isinstance(value, dict)
+        or not isinstance(value.get("options"), dict)
+        or not isinstance(value.get("gates"), dict)
+    ):
         raise error
     options = validated_options(value["options"])
     gates = {gate: row for gate, row in value["gates"].items() if gate in map(str, GATES) and isinstance(row, dict)}

@@ -15,7 +15,15 @@ def starter_text() -> str:
     """The text of the starter file. Every function raises NotImplementedError until it is written."""
     lines = ['"""The interview exercise.', "", *PROMPT.splitlines(), "", "config has these keys:"]
     lines += [f"- {keys}: {meaning}" for keys, meaning in CONFIG_KEYS.items()]
-    lines += ["", "Rules:", *(f"- {rule}" for rule in RULES), '"""', "", "import torch", "import torch.distributed as dist"]
+    lines += [
+        "",
+        "Rules:",
+        *(f"- {rule}" for rule in RULES),
+        '"""',
+        "",
+        "import torch",
+        "import torch.distributed as dist",
+    ]
     lines += ["from torch import nn"]
     for stage in STAGES:
         if stage.needs:

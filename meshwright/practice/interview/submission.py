@@ -152,5 +152,7 @@ def parameter_names(args: ast.arguments) -> tuple[str, ...]:
     names = [arg.arg for arg in (*args.posonlyargs, *args.args)]
     optional = len(args.defaults)
     marked = [name + ("=" if index >= len(names) - optional else "") for index, name in enumerate(names)]
-    required_keywords = [f"{arg.arg}*" for arg, default in zip(args.kwonlyargs, args.kw_defaults, strict=True) if not default]
+    required_keywords = [
+        f"{arg.arg}*" for arg, default in zip(args.kwonlyargs, args.kw_defaults, strict=True) if not default
+    ]
     return (*marked, *(["*"] if args.vararg else []), *required_keywords)

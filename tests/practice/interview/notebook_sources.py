@@ -192,7 +192,7 @@ FLAWS: dict[str, tuple[str, str, str]] = {
         "        file.flush()\n"
         "        os.fsync(file.fileno())\n"
         "    os.replace(temporary, path)\n",
-        "    torch.save(state, path)\n",
+        '    with open(path, "wb") as file:\n        torch.save(state, file)\n        os.fsync(file.fileno())\n',
         "atomic_save",
     ),
     "phases_not_timed": (", phases=phases)", ")", "phases_timed"),
@@ -201,7 +201,11 @@ FLAWS: dict[str, tuple[str, str, str]] = {
         "value = loss(model, batch) / (accumulation * world_size)",
         "gradient_union",
     ),
-    "rank_0_logs": ('    if config["log_dir"] is None:', '    if config["log_dir"] is None or config["rank"] > 0:', "rank_records"),
+    "rank_0_logs": (
+        '    if config["log_dir"] is None:',
+        '    if config["log_dir"] is None or config["rank"] > 0:',
+        "rank_records",
+    ),
 }
 """flaw -> (text of the good answer, its replacement, the check that names the flaw)"""
 
@@ -216,15 +220,28 @@ MORE_FLAWS: dict[str, tuple[str, str, str]] = {
         "sync_once",
     ),
     "global_batch_of_all_ranks": ('(config["world_size"] // model_ranks)', 'config["world_size"]', "global_batch"),
+    "hidden_topology": (
+        "    return order[rank::world_size]",
+        '    return order[int(os.environ["RANK"]) :: int(os.environ["WORLD_SIZE"])]',
+        "partition_overlap",
+    ),
     "drops_the_tail": (
         "    return order[rank::world_size]",
         "    return order[: num_samples // world_size * world_size][rank::world_size]",
         "partition_union",
     ),
-    "global_generator": ('random.Random(f"{seed}-{epoch}").shuffle(order)', "random.shuffle(order)", "partition_deterministic"),
-    "silent_default": ('optimizer.load_state_dict(state["optimizer"])', 'optimizer.load_state_dict(state.get("optimizer", optimizer.state_dict()))', "restart_manifest"),
+    "global_generator": (
+        'random.Random(f"{seed}-{epoch}").shuffle(order)',
+        "random.shuffle(order)",
+        "deterministic_run and partition_deterministic",
+    ),
+    "silent_default": (
+        'optimizer.load_state_dict(state["optimizer"])',
+        'optimizer.load_state_dict(state.get("optimizer", optimizer.state_dict()))',
+        "restart_manifest",
+    ),
     "unseeded_dropout": (
-        "            torch.manual_seed(1_000_003 * config[\"seed\"] + world_size * step + rank)\n",
+        '            torch.manual_seed(1_000_003 * config["seed"] + world_size * step + rank)\n',
         "",
         "restart_state",
     ),
@@ -233,7 +250,11 @@ MORE_FLAWS: dict[str, tuple[str, str, str]] = {
         "mine = list(range(config['num_samples']))[rank::world_size]",
         "sampler_used",
     ),
-    "wrong_phase": ('                with timed(phases, "fetch"):\n', '                with timed(phases, "copy"):\n', "phases_attributed"),
+    "wrong_phase": (
+        '                with timed(phases, "fetch"):\n',
+        '                with timed(phases, "copy"):\n',
+        "phases_attributed",
+    ),
     "sum_exceeds_step": ("seconds=time.perf_counter() - begin", "seconds=phases['forward']", "phases_within_step"),
     "errors_not_logged": ("        log(config, step=step, error=repr(error))\n", "", "rank_errors"),
     "position_of_the_rank": (
@@ -242,6 +263,32 @@ MORE_FLAWS: dict[str, tuple[str, str, str]] = {
         "elastic_resume",
     ),
 }
+
+
+WITH_DDP = (
+    (
+        '    optimizer = torch.optim.AdamW(model.parameters(), lr=config["lr"])\n',
+        '    optimizer = torch.optim.AdamW(model.parameters(), lr=config["lr"])\n'
+        "    wrapped = nn.parallel.DistributedDataParallel(model)\n",
+    ),
+    ("value = loss(model, batch) / accumulation", "value = loss(wrapped, batch) / accumulation"),
+    (
+        '                with timed(phases, "forward"):\n',
+        "                wrapped.require_backward_grad_sync = (number + 1) % accumulation == 0\n"
+        '                with timed(phases, "forward"):\n',
+    ),
+    (
+        "                for parameter in model.parameters():\n"
+        "                    dist.all_reduce(parameter.grad)\n"
+        "                    parameter.grad /= world_size\n",
+        "                pass  # DDP has synchronised in the last backward pass\n",
+    ),
+)
+"""The good answer with DDP instead of its own all-reduce."""
+DDP_SYNCS_ALWAYS = (
+    "                wrapped.require_backward_grad_sync = (number + 1) % accumulation == 0\n",
+    "",
+)
 
 
 def cells(flaw: str = "good", table: dict[str, tuple[str, str, str]] | None = None) -> list[str]:

@@ -1,4 +1,4 @@
-"""Code that hangs, exits, prints much, takes memory or raises is named with its line; a traceback of ours is never shown."""
+"""Code that hangs, exits, prints much, takes memory or raises is named with its line, without a traceback of ours."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from notebook_sources import script
 from meshwright.practice.interview.exercise import default_options
 from meshwright.practice.interview.report import check_file, report_text
 
-TRAIN = "    micro = config[\"micro_batch\"]\n"
+TRAIN = '    micro = config["micro_batch"]\n'
 
 
 def found(tmp_path, text, gates=(15,), seconds=20.0):
@@ -28,12 +28,12 @@ def line_of(text, marker):
     ("statement", "said"),
     [
         ("raise RuntimeError('my mistake')", "raised RuntimeError: my mistake"),
-        ("import sys; sys.exit(3)", "called sys.exit(3)"),
+        pytest.param("import sys; sys.exit(3)", "called sys.exit(3)", marks=pytest.mark.long),
         ("os._exit(4)", "called os._exit(4)"),
         ("print('x' * (80 << 20))", "raised OSError"),
-        ("torch.zeros(1 << 32)", "raised RuntimeError"),
-        ("input()", "raised EOFError"),
-        ("import no_such_module", "raised ModuleNotFoundError"),
+        pytest.param("torch.zeros(1 << 32)", "raised RuntimeError", marks=pytest.mark.long),
+        pytest.param("input()", "raised EOFError", marks=pytest.mark.long),
+        pytest.param("import no_such_module", "raised ModuleNotFoundError", marks=pytest.mark.long),
     ],
 )
 def test_end_of_the_users_code_is_named_with_its_line(tmp_path, statement, said):
@@ -59,7 +59,11 @@ def test_crash_of_the_process_is_named_with_its_line(tmp_path):
 
 def test_rank_that_leaves_a_collective_out_is_named(tmp_path):
     text = script(
-        "good", ("                    dist.all_reduce(parameter.grad)", "                    rank or dist.all_reduce(parameter.grad)")
+        "good",
+        (
+            "                    dist.all_reduce(parameter.grad)",
+            "                    rank or dist.all_reduce(parameter.grad)",
+        ),
     )
     answer = found(tmp_path, text, gates=(30,), seconds=3.0)
     assert "rank 0 of 2" in answer or "rank 1 of 2" in answer

@@ -26,4 +26,6 @@ def global_batch(evidence: Evidence) -> Check:
         message = f"A step of your own run on 2 ranks reads {measured} samples."
     elif found != expected_values:
         message = "Ranks of one model replica share their samples: multiply by the data-parallel degree only."
-    return Check("global_batch", not message, expected, f"{found[0]} and {found[1]}; counted on 2 ranks: {measured}", message)
+    return Check(
+        "global_batch", not message, expected, f"{found[0]} and {found[1]}; counted on 2 ranks: {measured}", message
+    )

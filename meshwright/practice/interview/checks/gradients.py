@@ -22,7 +22,9 @@ def two_ranks_run(evidence: Evidence) -> Check:
     try:
         traces = evidence.two_ranks
     except ProbeFailed as failed:
-        return Check("two_ranks_run", False, expected, str(failed), "The ranks are given in config and in RANK, WORLD_SIZE.")
+        return Check(
+            "two_ranks_run", False, expected, str(failed), "The ranks are given in config and in RANK, WORLD_SIZE."
+        )
     steps = [len(trace.steps) for trace in traces]
     passed = all(count == 3 for count in steps)
     message = "" if passed else "Every rank takes the same number of steps, or the others wait for it for ever."
@@ -35,14 +37,18 @@ def gradient_union(evidence: Evidence) -> Check:
     try:
         references = evidence.union_gradients
     except ProbeFailed as failed:
-        return Check("gradient_union", False, expected, str(failed), "loss(build_model(config), fetch(indices)) must work.")
+        return Check(
+            "gradient_union", False, expected, str(failed), "loss(build_model(config), fetch(indices)) must work."
+        )
     traces = evidence.two_ranks
     message = found = ""
     worst = 0.0
     for index, reference in enumerate(references):
         ranks = [trace.steps[index].gradients for trace in traces]
         if any(grad.dtype != torch.float64 for grads in ranks for grad in grads.values()):
-            return Check("gradient_union", False, expected, "gradients that are not float64", "Leave the dtype to torch.")
+            return Check(
+                "gradient_union", False, expected, "gradients that are not float64", "Leave the dtype to torch."
+            )
         scale = max((float(grad.abs().max()) for grad in reference.values()), default=1.0) or 1.0
         error = max(largest_difference(grads, reference) / scale for grads in ranks)
         worst = max(worst, error)
@@ -81,7 +87,9 @@ def sync_once(evidence: Evidence) -> Check:
     ratio = step.reduced_bytes / size
     found = f"{ratio:.2f} times {format_bytes(size)} in {step.calls} collectives"
     passed = ratio <= MAX_REDUCTIONS
-    message = "" if passed else (
-        "Every backward pass synchronises: use no_sync for all but the last, or reduce after accumulation."
+    message = (
+        ""
+        if passed
+        else ("Every backward pass synchronises: use no_sync for all but the last, or reduce after accumulation.")
     )
     return Check("sync_once", passed, "the gradient's bytes reduced once per optimizer step", found, message)

@@ -1,4 +1,4 @@
-"""How samples are divided over ranks: deterministic, complete, without overlap or padding, reshuffled by epoch, used."""
+"""How samples are divided over ranks: deterministic, complete, without overlap or padding, reshuffled, used."""
 
 from __future__ import annotations
 
@@ -21,7 +21,9 @@ def partition_deterministic(evidence: Evidence) -> Check:
     except ProbeFailed as failed:
         return Check("partition_deterministic", False, expected, str(failed), "partition returns a list of ints.")
     differing = [case for case, ranks in cases.items() if any(first != second for first, second in ranks)]
-    found = "the same" if not differing else f"two calls differ for {differing[0][0]} samples on {differing[0][1]} ranks"
+    found = (
+        "the same" if not differing else f"two calls differ for {differing[0][0]} samples on {differing[0][1]} ranks"
+    )
     message = "" if not differing else "Use a generator seeded with (seed, epoch), not a global one."
     return Check("partition_deterministic", not differing, expected, found, message)
 
@@ -57,9 +59,17 @@ def partition_overlap(evidence: Evidence) -> Check:
         repeated, is_padding = duplicates(count, ranks)
         if repeated and not is_padding:
             problem = problem or (
-                f"with {count} samples on {size} ranks, {len(repeated)} samples are there more than once: {shown(repeated)}"
+                f"with {count} samples on {size} ranks, {len(repeated)} samples are there more than once: "
+                f"{shown(repeated)}"
             )
-    message = "" if not problem else "Every rank trains on the same data: give rank r of N every N-th sample from r on."
+    message = (
+        ""
+        if not problem
+        else (
+            "Ranks train on the same data: give rank r of N every N-th sample from r on, and take both from the "
+            "arguments, not from hidden state."
+        )
+    )
     return Check("partition_overlap", not problem, "no sample twice in an epoch", problem or "none", message)
 
 
@@ -70,9 +80,13 @@ def partition_padding(evidence: Evidence) -> Check:
         repeated, is_padding = duplicates(count, ranks)
         if is_padding:
             problem = problem or f"with {count} samples on {size} ranks it repeats {shown(repeated)}"
-    message = "" if not problem else (
-        "DistributedSampler does this too unless drop_last is set: repeated samples weigh twice. "
-        "Let ranks differ by one sample, and drop the batch that not every rank can fill."
+    message = (
+        ""
+        if not problem
+        else (
+            "DistributedSampler does this too unless drop_last is set: repeated samples weigh twice. "
+            "Let ranks differ by one sample, and drop the batch that not every rank can fill."
+        )
     )
     return Check("partition_padding", not problem, "no padding with repeated samples", problem or "none", message)
 

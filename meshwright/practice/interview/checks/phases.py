@@ -46,10 +46,14 @@ def phases_timed(evidence: Evidence) -> Check:
     records = all_steps(evidence)
     expected = f"seconds of {', '.join(PHASE_NAMES)} in every record"
     missing = [name for name in PHASE_NAMES if any(seconds_of(record, name) is None for record in records)]
-    zero = [name for name in ("forward", "backward", "update") if not any(seconds_of(record, name) for record in records)]
+    zero = [
+        name for name in ("forward", "backward", "update") if not any(seconds_of(record, name) for record in records)
+    ]
     message = ""
     if missing:
-        message = f"Without {', '.join(missing)} a slow step has no cause; time each with perf_counter, 0 where it is empty."
+        message = (
+            f"Without {', '.join(missing)} a slow step has no cause; time each with perf_counter, 0 where it is empty."
+        )
     elif zero:
         message = f"{', '.join(zero)} took 0 s in every step: measure around the call itself."
     found = "all phases" if not message else f"no time of {', '.join(missing or zero)}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from typing import Any
 
 from meshwright.practice.checks import Check
@@ -41,7 +42,7 @@ def wrong_fields(records: dict[int, list[dict[str, Any]]]) -> str:
             if line["world_size"] != RANKS:
                 return f"A record of rank {rank} says world_size {line['world_size']}, expected {RANKS}."
         steps = [line["step"] for line in lines]
-        if any(after <= before for before, after in zip(steps, steps[1:], strict=False)):
+        if any(after <= before for before, after in itertools.pairwise(steps)):
             return f"The steps of rank {rank} do not increase: {steps}."
     return ""
 
@@ -52,8 +53,13 @@ def rank_errors(evidence: Evidence) -> Check:
     errors = [line for line in evidence.failure_records.get(failing, []) if line.get("error")]
     named = [line for line in errors if isinstance(line.get("step"), int)]
     found = f"{len(errors)} error records of rank {failing}, {len(named)} of them with a step"
-    message = "" if named else (
-        f"Rank {failing} failed and did not record it: catch, record rank, step and error on every rank, and raise again."
+    message = (
+        ""
+        if named
+        else (
+            f"Rank {failing} failed and did not record it: catch, record rank, step and error on every rank, "
+            "and raise again."
+        )
     )
     expected = f"rank {failing} records the error that ends it, with rank and step"
     return Check("rank_errors", bool(named), expected, found, message)

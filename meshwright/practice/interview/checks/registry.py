@@ -1,4 +1,4 @@
-"""The table of all checks: which function decides each one, what it needs to have passed, and which answer asks for it."""
+"""The table of all checks: the function that decides it, the checks that it requires, and the answer that asks."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from meshwright.practice.interview.evidence import Evidence
 
 @dataclass(frozen=True)
 class CheckedProperty:
-    """A check, the checks without which its result would mean nothing, and the answer that asks for it."""
+    """A check, the checks without which its result would mean nothing, and the answer that asks."""
 
     decide: Callable[[Evidence], Check]
     requires: tuple[str, ...] = ()
@@ -47,12 +47,12 @@ CHECKS: dict[str, CheckedProperty] = {
     "partition_padding": CheckedProperty(partition.partition_padding, ("partition_deterministic",)),
     "partition_reshuffle": CheckedProperty(partition.partition_reshuffle, ("partition_deterministic",)),
     "two_ranks_run": CheckedProperty(gradients.two_ranks_run, (*TRAINS, "contract_30")),
-    "sampler_used": CheckedProperty(partition.sampler_used, ("two_ranks_run", "partition_deterministic")),
+    "sampler_used": CheckedProperty(partition.sampler_used, ("two_ranks_run", "partition_overlap")),
     "gradient_union": CheckedProperty(gradients.gradient_union, ("two_ranks_run",)),
     "sync_once": CheckedProperty(gradients.sync_once, ("gradient_union",)),
     "global_batch": CheckedProperty(global_batch.global_batch, ("two_ranks_run",)),
     "contract_40": CheckedProperty(contract.contract(40)),
-    "restart_run": CheckedProperty(resume.restart_run, ("two_ranks_run", "contract_40")),
+    "restart_run": CheckedProperty(resume.restart_run, ("two_ranks_run", "partition_deterministic", "contract_40")),
     "resume_replay": CheckedProperty(resume.resume_replay, ("restart_run",)),
     "resume_skip": CheckedProperty(resume.resume_skip, ("restart_run", "resume_replay")),
     "restart_state": CheckedProperty(restart_state.restart_state, ("resume_skip", "deterministic_run")),

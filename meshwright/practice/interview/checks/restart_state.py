@@ -1,4 +1,4 @@
-"""The checkpoint suffices: a resumed run has the parameters of an uninterrupted one, and nothing has a silent default."""
+"""The checkpoint suffices: a resumed run equals an uninterrupted one, and no entry has a silent default."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def restart_state(evidence: Evidence) -> Check:
     if difference > TOLERANCE:
         has_optimizer = "optim" in keys.lower()
         message = (
-            "Something that the next step depends on is not in the checkpoint: scheduler, random state of each rank, step."
+            "Something that the next step depends on is not restored: optimizer, scheduler, step, or the random state "
+            "of each rank."
             if has_optimizer
             else "Weights alone do not restart a run: the optimizer state is not in the checkpoint."
         )
@@ -44,10 +45,16 @@ def restart_manifest(evidence: Evidence) -> Check:
     except ProbeFailed as failed:
         return Check("restart_manifest", False, expected, str(failed), "Resume must work on one rank as well.")
     if restarts["keys"] is None:
-        return Check("restart_manifest", False, expected, "no save", "train must call save(path, state) on one rank too.")
+        return Check(
+            "restart_manifest", False, expected, "no save", "train must call save(path, state) on one rank too."
+        )
     silent = [key for key, outcome in restarts["without"].items() if outcome == DIFFERS]
     refused = [key for key, outcome in restarts["without"].items() if outcome == FAILS]
-    found = f"silently other parameters without {', '.join(silent)}" if silent else f"refused without {', '.join(refused) or 'none'}"
+    found = (
+        f"silently other parameters without {', '.join(silent)}"
+        if silent
+        else f"refused without {', '.join(refused) or 'none'}"
+    )
     message = "" if not silent else "Read every entry with state[key], so that an incomplete checkpoint is refused."
     return Check("restart_manifest", not silent, expected, found, message)
 
@@ -57,5 +64,7 @@ def config_identity(evidence: Evidence) -> Check:
     expected = "a resume with another lr or num_samples is refused"
     accepted = [change for change, outcome in evidence.restarts["others"] if outcome != FAILS]
     changes = "; ".join(f"{key} = {value}" for change in accepted for key, value in change.items())
-    message = "" if not accepted else "Save the settings that change the numbers, and compare them before the first step."
+    message = (
+        "" if not accepted else "Save the settings that change the numbers, and compare them before the first step."
+    )
     return Check("config_identity", not accepted, expected, f"accepted: {changes}" if accepted else "refused", message)

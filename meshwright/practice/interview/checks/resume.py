@@ -46,7 +46,11 @@ def resume_replay(evidence: Evidence) -> Check:
     reference, resumed = stream(evidence), evidence.resumed
     again = replayed(reference, resumed)
     start = first_step(reference, resumed)
-    found = "no sample again" if not again else f"{shown(again)} again" + (f", those of step {start + 1}" if start is not None else "")
+    found = (
+        "no sample again"
+        if not again
+        else f"{shown(again)} again" + (f", those of step {start + 1}" if start is not None else "")
+    )
     message = "" if not again else "Save the position in the data with the step, and start the epoch from there."
     expected = f"no sample again that was trained on before step {resumed.saved_step + 1}"
     return Check("resume_replay", not again, expected, found, message)

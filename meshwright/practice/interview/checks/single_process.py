@@ -37,8 +37,12 @@ def loss_falls(evidence: Evidence) -> Check:
     losses = evidence.single[0].losses
     finite = all(map(isfinite, losses))
     first, last = sum(losses[:EPOCH]) / EPOCH, sum(losses[-EPOCH:]) / EPOCH
-    found = f"mean loss {first:.4g} in the first epoch, {last:.4g} in the last" if finite else "a loss that is not finite"
-    message = "" if finite and last < first else "Check zero_grad, the sign of the loss, and the learning rate of config."
+    found = (
+        f"mean loss {first:.4g} in the first epoch, {last:.4g} in the last" if finite else "a loss that is not finite"
+    )
+    message = (
+        "" if finite and last < first else "Check zero_grad, the sign of the loss, and the learning rate of config."
+    )
     return Check("loss_falls", not message, "a lower mean loss in the last epoch than in the first", found, message)
 
 
@@ -47,4 +51,6 @@ def deterministic_run(evidence: Evidence) -> Check:
     differing = sum(one != other for one, other in zip(first, second, strict=False)) + abs(len(first) - len(second))
     found = "equal losses" if not differing else f"{differing} of {len(first)} losses differ"
     message = "" if not differing else "Seed model, data order and dropout from config['seed'] inside train."
-    return Check("deterministic_run", not differing, "two runs with the same config have the same losses", found, message)
+    return Check(
+        "deterministic_run", not differing, "two runs with the same config have the same losses", found, message
+    )

@@ -7,7 +7,13 @@ from dataclasses import dataclass
 
 from meshwright.io import format_bytes, format_count
 from meshwright.planner.cost.estimate import Estimate
-from meshwright.planner.describe import describe_plan, lost_seconds, merged_calls, recompute_seconds, wire_bytes_per_step
+from meshwright.planner.describe import (
+    describe_plan,
+    lost_seconds,
+    merged_calls,
+    recompute_seconds,
+    wire_bytes_per_step,
+)
 from meshwright.planner.hardware.resolve_cluster import resolve_cluster
 from meshwright.planner.search.cost_cache import CostCache
 from meshwright.planner.search.explain import Explanation, explain
@@ -50,8 +56,8 @@ class DrillCase:
             f"  {job.cluster.size_name}: {job.cluster.device_count:,} devices with {format_bytes(device.memory)}, "
             f"{job.cluster.inter_node.bandwidth / 1e9:.3g} GB/s per device between nodes",
             f"  now: {describe_plan(job)}",
-            f"  bytes per parameter: {trainer.parameter_bytes:g} of parameters, {trainer.gradient_bytes:g} of gradients, which "
-            "are reduced in that size; AdamW with float32 master weights",
+            f"  bytes per parameter: {trainer.parameter_bytes:g} of parameters, {trainer.gradient_bytes:g} of "
+            "gradients, which are reduced in that size; AdamW with float32 master weights",
         ]
         return "\n".join(lines)
 
@@ -82,7 +88,10 @@ def judge_case(scenario: Scenario, case: ScenarioCase) -> DrillCase:
         after = estimate(remedy.batch or case.batch, remedy)
         judged.append(JudgedRemedy(remedy, after, helps(scenario.limit, now, after)))
     working = [each for each in judged if each.helps]
-    best = min(working, key=lambda each: (each.estimate.seconds / each.estimate.job.tokens_per_step, len(each.remedy.strategies)))
+    best = min(
+        working,
+        key=lambda each: (each.estimate.seconds / each.estimate.job.tokens_per_step, len(each.remedy.strategies)),
+    )
     return DrillCase(scenario, case, now, find_bottleneck(now), tuple(judged), best)
 
 
@@ -110,9 +119,15 @@ def problem_figures(case: DrillCase) -> list[Figure]:
         return figures
     figures = [Figure("step time", now.seconds, "seconds")]
     for name, seconds in lost_seconds(now).items():
-        figures += [Figure(f"time lost to {name}", seconds, "seconds"), Figure(f"share lost to {name}", seconds / now.seconds, "share")]
+        figures += [
+            Figure(f"time lost to {name}", seconds, "seconds"),
+            Figure(f"share lost to {name}", seconds / now.seconds, "share"),
+        ]
     if case.scenario.limit == "batch":
-        figures += [Figure("memory now", memory.total, "bytes"), Figure("activations now", memory.activations + memory.logits, "bytes")]
+        figures += [
+            Figure("memory now", memory.total, "bytes"),
+            Figure("activations now", memory.activations + memory.logits, "bytes"),
+        ]
     return figures
 
 
@@ -142,5 +157,7 @@ def price_figures(case: DrillCase, after: Estimate) -> list[Figure]:
         Figure("activations afterwards", memory.activations + memory.logits, "bytes"),
         Figure("batch against before", after.job.batch.global_ / now.job.batch.global_, "ratio"),
     ]
-    figures += [Figure(f"share of {name}", seconds / after.seconds, "share") for name, seconds in lost_seconds(after).items()]
+    figures += [
+        Figure(f"share of {name}", seconds / after.seconds, "share") for name, seconds in lost_seconds(after).items()
+    ]
     return figures

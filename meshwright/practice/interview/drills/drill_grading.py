@@ -32,29 +32,31 @@ FACTOR = 1.5
 
 
 def grade_answer(case: DrillCase, answer: Mapping[str, str]) -> list[Check]:
-    """One check per requirement, named part.requirement."""
+    """One check per requirement, named part.requirement. Without a remedy of its own, an answer's other parts are
+    compared with every remedy that helps.
+    """
     chosen, strategy_check = choose_remedy(case, answer["mechanism"])
-    judged = chosen or case.best
+    judged = [chosen] if chosen is not None else [each for each in case.remedies if each.helps]
+    strategies = {name for each in judged for name in each.remedy.strategies}
+    state, price = ("|".join(table[name] for name in sorted(strategies)) for table in (STATE, PRICES))
+    sent = [figure for each in judged for figure in communication_figures(each.estimate)]
+    costs = [figure for each in judged for figure in price_figures(case, each.estimate)]
+    limit = case.scenario.limit
     checks = [
-        words("problem.limit", LIMITS[case.scenario.limit], answer["problem"], f"what limits the job: {case.scenario.limit}"),
+        words("problem.limit", LIMITS[limit], answer["problem"], f"what limits the job: {limit}"),
         number("problem.figure", answer["problem"], problem_figures(case)),
         strategy_check,
-        words("mechanism.state", state_pattern(judged), answer["mechanism"], "the state that moves, is sharded or is computed again"),
-        collectives(judged, answer["communication"]),
-        number("communication.bytes", answer["communication"], communication_figures(judged.estimate)),
-        words("tradeoff.price", price_pattern(judged), answer["tradeoff"], "what the change costs"),
-        number("tradeoff.figure", answer["tradeoff"], price_figures(case, judged.estimate)),
+        words("mechanism.state", state, answer["mechanism"], "the state that moves, is sharded or is computed again"),
+        min(
+            (collectives(each, answer["communication"]) for each in judged),
+            key=lambda check: (not check.passed, check.message),
+        ),
+        number("communication.bytes", answer["communication"], sent),
+        words("tradeoff.price", price, answer["tradeoff"], "what the change costs"),
+        number("tradeoff.figure", answer["tradeoff"], costs),
         words("measurement.metric", METRICS, answer["measurement"], "the metric that shows whether it worked"),
     ]
     return [*checks, *wrong_statements(case, answer)]
-
-
-def state_pattern(judged: JudgedRemedy) -> str:
-    return "|".join(STATE[name] for name in judged.remedy.strategies)
-
-
-def price_pattern(judged: JudgedRemedy) -> str:
-    return "|".join(PRICES[name] for name in judged.remedy.strategies)
 
 
 def choose_remedy(case: DrillCase, text: str) -> tuple[JudgedRemedy | None, Check]:
@@ -82,8 +84,10 @@ def choose_remedy(case: DrillCase, text: str) -> tuple[JudgedRemedy | None, Chec
         message = "This is not one change but a list: choose the smallest that removes the limit."
     else:
         found = describe_plan(chosen.estimate.job)
-        message = "" if chosen.helps else refusal(case, chosen)
-    return chosen if chosen is not None and not foreign else None, Check("mechanism.strategy", not message, expected, found, message)
+        message = "" if chosen.helps else refusal(chosen)
+    return chosen if chosen is not None and not foreign else None, Check(
+        "mechanism.strategy", not message, expected, found, message
+    )
 
 
 def implied(named: set[str]) -> set[str]:
@@ -95,11 +99,16 @@ def implied(named: set[str]) -> set[str]:
 def in_use(case: DrillCase) -> set[str]:
     """The strategies of the situation: to name one of them is not to introduce it."""
     layout = case.now.job.layout
-    used = {"pipeline": layout.pipeline > 1, "tensor": layout.tensor > 1, "fsdp": layout.shard > 1, "zero": layout.shard > 1}
+    used = {
+        "pipeline": layout.pipeline > 1,
+        "tensor": layout.tensor > 1,
+        "fsdp": layout.shard > 1,
+        "zero": layout.shard > 1,
+    }
     return {name for name, is_used in used.items() if is_used}
 
 
-def refusal(case: DrillCase, chosen: JudgedRemedy) -> str:
+def refusal(chosen: JudgedRemedy) -> str:
     memory, device = chosen.estimate.peak_memory.total, chosen.estimate.job.cluster.device.memory
     if memory > device:
         return f"With it a rank still needs {format_bytes(memory)} of {format_bytes(device)}."

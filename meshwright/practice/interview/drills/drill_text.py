@@ -19,9 +19,9 @@ def scenario_list() -> str:
 def question_text(case: DrillCase, seed: int) -> str:
     headings = ", ".join(f"{part.capitalize()}:" for part in PARTS)
     return (
-        f"{case.text()}\n\nAnswer in five parts with the headings {headings} Name the state that moves, the collective and "
-        f"its bytes, the price and the metric, with numbers and units. Then: --drill {case.scenario.name} --seed {seed} "
-        "--answer FILE"
+        f"{case.text()}\n\nAnswer in five parts with the headings {headings} Name the state that moves, the collective "
+        "and its bytes, the price and the metric, with numbers and units. Then: "
+        f"--drill {case.scenario.name} --seed {seed} --answer FILE"
     )
 
 

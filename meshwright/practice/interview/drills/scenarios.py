@@ -104,7 +104,9 @@ def large_model(cluster: str, ranks: int, batch: int, sequence: int) -> Scenario
 def enormous_model(cluster: str, ranks: int) -> ScenarioCase:
     remedies = (
         Remedy(("fsdp", "checkpointing"), sharded(ranks, "parameters", "full")),
-        Remedy(("fsdp", "tensor", "checkpointing"), Candidate(Layout(shard=ranks // 8, tensor=8), 1, "parameters", "full")),
+        Remedy(
+            ("fsdp", "tensor", "checkpointing"), Candidate(Layout(shard=ranks // 8, tensor=8), 1, "parameters", "full")
+        ),
         Remedy(
             ("fsdp", "tensor", "pipeline", "checkpointing"),
             Candidate(Layout(pipeline=8, shard=ranks // 64, tensor=8), 1, "parameters", "full"),
@@ -169,7 +171,8 @@ SCENARIOS = {
                 FREE_CHECKPOINTING,
                 (
                     r"pipelin\w+[^.;]{0,60}\b(?:reduces?|cuts?|lowers?|halves)\b[^.;]{0,30}activation",
-                    "Under 1F1B the first stage keeps as many micro-batches as there are stages: as many activations as before.",
+                    "Under 1F1B the first stage keeps as many micro-batches as there are stages: as many "
+                    "activations as before.",
                 ),
             ),
         ),

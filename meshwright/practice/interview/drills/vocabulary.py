@@ -5,15 +5,17 @@ from __future__ import annotations
 import re
 
 STRATEGIES: dict[str, str] = {
-    "checkpointing": r"activation[- ]checkpoint\w*|gradient[- ]checkpoint\w*|recomput\w+|re-?materiali[sz]\w+|\bAC\b",
+    "checkpointing": r"(?:activation|gradient)[- ]checkpoint\w*|recomput\w+|re-?materiali[sz]\w+|\bAC\b",
     "selective": r"\bselective\w*",
     "fsdp": r"\bFSDP2?\b|fully[- ]shard\w*|zero[- ]?3|shard\w* (?:the |all )?parameters|parameter shard\w+",
-    "zero": r"zero[- ]?[12]\b|\bZeRO\b(?![- ]?3)|shard\w* (?:the )?(?:optimizer|gradients)\w*|(?:optimizer|gradient) shard\w+",
+    "zero": (
+        r"zero[- ]?[12]\b|\bZeRO\b(?![- ]?3)|shard\w* (?:the )?(?:optimizer|gradients)|(?:optimizer|gradient) shard\w+"
+    ),
     "tensor": r"tensor[- ]parallel\w*|\bTP ?\d*\b",
     "pipeline": r"pipeline[- ]parallel\w*|\bPP ?\d*\b|(?:more|add\w*) (?:pipeline )?stages",
     "context": r"context[- ]parallel\w*|sequence[- ]parallel\w*|ring attention|\bCP ?\d*\b",
     "accumulation": r"accumulat\w+|no_sync|larger global batch|fewer synchroni[sz]ations",
-    "micro_batches": r"more micro-?batches|(?:increase|raise|larger) (?:the )?(?:number of micro-?batches|accumulation)|accumulat\w+",
+    "micro_batches": r"more micro-?batches|(?:increase|raise|larger) (?:the )?number of micro-?batches|accumulat\w+",
     "micro_batch": r"larger micro-?batch|micro-?batch (?:size )?(?:of )?4|bigger micro-?batch",
     "interleaved": r"interleav\w+|virtual stages|(?:several|two|2) stages per rank|zero[- ]bubble",
     "offload": r"\bofflo\w+",
@@ -31,7 +33,7 @@ STATE: dict[str, str] = {
     "tensor": r"matri\w+|weight|heads|column|row",
     "pipeline": r"layer|stage|block",
     "context": r"token|sequence|key|attention",
-    "accumulation": r"gradient",
+    "accumulation": r"gradient|activation",
     "micro_batches": r"micro-?batch|activation",
     "micro_batch": r"activation",
     "interleaved": r"layer|stage|activation",
@@ -42,7 +44,7 @@ COLLECTIVES: dict[str, str] = {
     "all_reduce": r"all-?_?\s?reduce",
     "all_gather": r"all-?_?\s?gather",
     "reduce_scatter": r"reduce-?_?\s?scatter",
-    "send": r"point-to-point|\bp2p\b|\bsend/rec\w*|\bsends? and rec\w*|\bisend|\birecv|sends? to the next (?:rank|stage)",
+    "send": r"point-to-point|\bp2p\b|\bsend/rec\w*|\bsends? and rec\w*|\bisend|\birecv|sends? to the next",
     "all_to_all": r"all-?_?\s?to-?_?\s?all",
     "broadcast": r"broadcast",
 }
@@ -66,12 +68,13 @@ LIMITS: dict[str, str] = {
     "memory": r"memory|does not fit|out of memory|\bOOM\b|exceeds|overflow",
     "communication": r"communicat|all-?_?reduce|network|exposed|bandwidth",
     "bubble": r"bubble|idle|wait",
-    "batch": r"batch",
+    "batch": r"step (?:time|takes)|seconds per step|tokens per second|not (?:a |an )?(?:\w+ )?fix|no time is lost",
 }
 
 METRICS = (
     r"step time|seconds per step|tokens?/s|tokens per second|throughput|\bMFU\b|peak memory|reserved memory|"
-    r"max_memory|memory_allocated|memory_reserved|exposed|bubble (?:share|fraction|time)|goodput|loss (?:per|over|against|vs)|"
+    r"max_memory|memory_allocated|memory_reserved|exposed|bubble (?:share|fraction|time)|goodput|"
+    r"loss (?:per|over|against|vs)|"
     r"bytes (?:per|sent)|counters?|profiler|trace"
 )
 
@@ -81,7 +84,7 @@ NEGATION_BEFORE = re.compile(
     re.IGNORECASE,
 )
 NEGATION_AFTER = re.compile(
-    r"^\W*(?:\w+\W+){0,3}?(?:(?:is|are|was|does|do|did|would|will|can|could|should)(?:n't| not)\b|cannot\b|alone cannot\b|"
+    r"^\W*(?:\w+\W+){0,3}?(?:(?:is|are|was|does|do|did|would|will|can|could|should)(?:n't| not)\b|cannot\b|"
     r"is (?:unnecessary|wrong|useless|worse)\b|fails\b|never\b)",
     re.IGNORECASE,
 )
