@@ -22,6 +22,7 @@ from meshwright.cli.data import data_find, data_prepare, data_show
 from meshwright.cli.evaluate import evaluate
 from meshwright.cli.launch import launch_kubernetes, launch_ray, launch_slurm
 from meshwright.cli.plan import plan, plan_measure, plan_schedule
+from meshwright.cli.practice.incident import practice_incident
 from meshwright.cli.preflight import preflight
 from meshwright.cli.prove import prove
 from meshwright.cli.report import report
@@ -68,6 +69,7 @@ VERBS: dict[str, Verb] = {
     "checkpoint diff": checkpoint_diff,
     "checkpoint export": checkpoint_export,
     "checkpoint import": checkpoint_import,
+    "practice incident": practice_incident,
 }
 """Verb -> its function. The docstring of a function is "Verb: summary"."""
 
