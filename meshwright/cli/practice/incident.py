@@ -11,7 +11,7 @@ from meshwright.errors import ConfigError
 
 if TYPE_CHECKING:
     from meshwright.practice.incidents.scoring import IncidentScore
-    from meshwright.practice.incidents.session import IncidentSession, OpenIncident
+    from meshwright.practice.incidents.session import ClosedIncident, IncidentSession, OpenIncident
 
 TOOLS = (
     "meshwright watch RUN --once",
@@ -113,35 +113,24 @@ def answer_incident(session: IncidentSession, words: tuple[str, ...], json: bool
             answer = ask_answer(input, emit_text)
         except EOFError:
             raise ConfigError("the answer is not complete", "try --answer again: the incident is still open") from None
-    current, score = session.answer(answer)
-    finish(current, score, json)
+    show_closed(session.answer(answer), json)
 
 
 def show_story(session: IncidentSession, json: bool) -> None:
-    from meshwright.practice.incidents.job import incident_folder
-    from meshwright.practice.incidents.story import story_text, tell_story
-
     session.close_lost()
-    if session.find_open() is None:
-        name, incident = session.newest_closed()
-        story = tell_story(incident, incident_folder(name))
-        emit(json, {"incident": name, "story": story.to_json()}, f"Incident {name}\n\n{story_text(story)}")
-        return
-    finish(session.give_up(), None, json)
+    show_closed(session.newest_closed() if session.find_open() is None else session.give_up(), json)
 
 
-def finish(current: OpenIncident, score: IncidentScore | None, json: bool) -> None:
-    """Prints the score and the story, and writes the story beside the run."""
-    from meshwright.practice.incidents.story import save_story, story_text, tell_story
+def show_closed(closed: ClosedIncident, json: bool) -> None:
+    """Prints the score and the story of an incident."""
+    from meshwright.practice.incidents.story import story_text
 
-    story = tell_story(current.incident, current.folder)
-    save_story(story, current.folder)
-    value: dict[str, Any] = {"incident": current.name, "score": None, "story": story.to_json()}
-    lines = [f"Incident {current.name}"]
-    if score is not None:
-        value["score"] = score.to_json()
-        lines += ["", *score_lines(score)]
-    emit(json, value, "\n".join([*lines, "", story_text(story)]))
+    score = None if closed.score is None else closed.score.to_json()
+    value: dict[str, Any] = {"incident": closed.name, "score": score, "story": closed.story.to_json()}
+    lines = [f"Incident {closed.name}"]
+    if closed.score is not None:
+        lines += ["", *score_lines(closed.score)]
+    emit(json, value, "\n".join([*lines, "", story_text(closed.story)]))
 
 
 def score_lines(score: IncidentScore) -> list[str]:

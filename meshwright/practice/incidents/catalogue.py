@@ -5,10 +5,10 @@ A new class is one row in a table of classes and the function that draws it.
 
 from __future__ import annotations
 
-from meshwright.practice.incidents.broken_classes import BROKEN_CLASSES
+from meshwright.practice.incidents.classes.broken import BROKEN_CLASSES
+from meshwright.practice.incidents.classes.slow import SLOW_CLASSES
+from meshwright.practice.incidents.classes.wrong import WRONG_CLASSES
 from meshwright.practice.incidents.incident import IncidentClass
-from meshwright.practice.incidents.slow_classes import SLOW_CLASSES
-from meshwright.practice.incidents.wrong_classes import WRONG_CLASSES
 
 CLASSES: dict[str, IncidentClass] = {kind.name: kind for kind in (*SLOW_CLASSES, *BROKEN_CLASSES, *WRONG_CLASSES)}
 """Name -> class."""

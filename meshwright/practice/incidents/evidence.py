@@ -38,12 +38,17 @@ class PrintedLine:
     text: str
 
 
-def printed_lines(folder: Path) -> list[PrintedLine]:
+def find_causes(folder: Path) -> list[Finding]:
+    """What `meshwright diagnose` finds in the run of an incident; nothing if the run has no records."""
+    with suppress(MeshwrightError, OSError):
+        return diagnose_folder(folder / RUN_FOLDER).findings
+    return []
+
+
+def printed_lines(folder: Path, findings: list[Finding]) -> list[PrintedLine]:
     """What the commands print about the run of an incident. A run that has no records yet has none."""
     run = folder / RUN_FOLDER
-    lines: list[PrintedLine] = []
-    with suppress(MeshwrightError, OSError):
-        lines += [PrintedLine("diagnose", text) for text in diagnosis_lines(diagnose_folder(run).findings)]
+    lines = [PrintedLine("diagnose", text) for text in diagnosis_lines(findings)]
     with suppress(MeshwrightError, OSError):
         rows = verify_rows(run, None)
         found = [f"{row['name']}  DAMAGED  {Damage(**damage)}" for row in rows for damage in row["damage"]]

@@ -168,7 +168,7 @@ def write_seal(folder: Path, incident: PracticeIncident) -> None:
 
 def read_seal(folder: Path, classes: Mapping[str, IncidentClass]) -> PracticeIncident:
     """Reads what `write_seal` wrote. Raises ConfigError if the file is missing or damaged."""
-    path, expected = folder / SEAL_FILE, "the file as `meshwright practice incident` wrote it; try --new"
+    path, expected = folder / SEAL_FILE, "the file as `meshwright practice incident` wrote it"
     lines = read_regular_file(path, MAX_SEAL_BYTES, str(path), expected).split()
     damaged = ConfigError(f"{path} is damaged", f"expected {expected}")
     try:

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from meshwright.practice.incidents.wrong_classes import VOCABULARY
+from meshwright.practice.incidents.classes.wrong import VOCABULARY
 
 WIDTH, BLOCKS, LENGTH, SAMPLES = 64, 3, 48, 4096
 SHORTEST = LENGTH // 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import math
 import os
+import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -13,11 +14,12 @@ from pathlib import Path
 from secrets import randbelow
 from typing import Any
 
+from meshwright.diagnose.finding import Finding
 from meshwright.errors import BusyError, ConfigError, MeshwrightError
 from meshwright.history.run_history import RunHistory
 from meshwright.practice.incidents.answer import IncidentAnswer
 from meshwright.practice.incidents.catalogue import CLASSES
-from meshwright.practice.incidents.evidence import printed_lines
+from meshwright.practice.incidents.evidence import find_causes, printed_lines
 from meshwright.practice.incidents.incident import (
     DEFAULT_STEPS,
     MAX_SEED,
@@ -38,10 +40,13 @@ from meshwright.practice.incidents.job import (
     stop_job,
 )
 from meshwright.practice.incidents.scoring import IncidentScore, score_answer
+from meshwright.practice.incidents.story import Story, save_story, tell_story
 from meshwright.practice.progress import Progress, load_progress, progress_file, save_progress
 from meshwright.telemetry.run_folder import RunFolder
 
 LOCK_FILE = ".lock"
+KEPT_RUNS = 5
+"""Closed incidents whose run folders are kept."""
 HISTORY = "try meshwright practice incident --list"
 
 
@@ -71,6 +76,15 @@ class OpenIncident:
         return None
 
 
+@dataclass(frozen=True)
+class ClosedIncident:
+    """An incident that was answered or given up."""
+
+    name: str
+    story: Story
+    score: IncidentScore | None
+
+
 class IncidentSession:
     """The incidents of this user. `notes` collects what went wrong with earlier ones, to be shown to the user."""
 
@@ -89,6 +103,7 @@ class IncidentSession:
                     f"incident {other.name} is open, and {other.job.sentence}",
                     "try --answer, --hint, or --story, which gives it up",
                 )
+            self.delete_old_runs()
             folder = create_folder()
             try:
                 write_seal(folder, drawn)
@@ -101,7 +116,7 @@ class IncidentSession:
         return self.require_open()
 
     def find_open(self) -> OpenIncident | None:
-        """The open incident, if there is one."""
+        """The open incident, if there is one. Its folder is valid: `close_lost` comes first."""
         for name, entry in sorted(self.progress.incidents.items(), reverse=True):
             if isinstance(entry, dict) and entry.get("state") == "open":
                 folder = incident_folder(name)
@@ -133,6 +148,12 @@ class IncidentSession:
             self.notes.append(f"incident {name} cannot be answered any more and is closed: {reason}")
             self.record(name, {**entry, "state": "lost"})
 
+    def delete_old_runs(self) -> None:
+        """Deletes the run folders of old incidents; their scores and stories stay."""
+        closed = [row["incident"] for row in self.rows() if row.get("state") != "open" and row["incident"].isdigit()]
+        for name in closed[:-KEPT_RUNS]:
+            shutil.rmtree(incident_folder(name) / RUN_FOLDER, ignore_errors=True)
+
     def require_open(self) -> OpenIncident:
         self.close_lost()
         found = self.find_open()
@@ -140,15 +161,15 @@ class IncidentSession:
             raise ConfigError("no incident is open", "try meshwright practice incident, which starts one")
         return found
 
-    def answer(self, answer: IncidentAnswer) -> tuple[OpenIncident, IncidentScore]:
+    def answer(self, answer: IncidentAnswer) -> ClosedIncident:
         """Stops the job, scores the answer and closes the incident."""
         current = self.require_open()
         seconds = current.seconds
-        stop_job(current.folder)
-        lines = printed_lines(current.folder)
+        findings = self.diagnose_and_stop(current)
+        lines = printed_lines(current.folder, findings)
         score = score_answer(answer, current.incident, current.history(), lines, seconds, current.hints)
         self.close(current, "answered", score)
-        return current, score
+        return self.finish(current, findings, score)
 
     def hint(self) -> tuple[OpenIncident, str]:
         """The next hint, which costs points."""
@@ -161,12 +182,23 @@ class IncidentSession:
         self.record(current.name, {"state": "open", "started": current.started, "hints": current.hints + 1})
         return current, current.incident.text(hints[current.hints])
 
-    def give_up(self) -> OpenIncident:
+    def give_up(self) -> ClosedIncident:
         """Stops the job and closes the incident without a score."""
         current = self.require_open()
-        stop_job(current.folder)
+        findings = self.diagnose_and_stop(current)
         self.close(current, "given up", None)
-        return current
+        return self.finish(current, findings, None)
+
+    def diagnose_and_stop(self, current: OpenIncident) -> list[Finding]:
+        """What `diagnose` says about the run, as it was when the user answered: a run that was stopped no longer hangs."""
+        findings = find_causes(current.folder)
+        stop_job(current.folder)
+        return findings
+
+    def finish(self, current: OpenIncident, findings: list[Finding], score: IncidentScore | None) -> ClosedIncident:
+        story = tell_story(current.incident, current.folder, findings)
+        save_story(story, current.folder)
+        return ClosedIncident(current.name, story, score)
 
     def stop(self) -> OpenIncident:
         """Stops the job. The incident stays open: its records can be read, and it can be answered."""
@@ -174,11 +206,12 @@ class IncidentSession:
         stop_job(current.folder)
         return self.require_open()
 
-    def newest_closed(self) -> tuple[str, PracticeIncident]:
+    def newest_closed(self) -> ClosedIncident:
         """The newest incident that has ended, for another look at its story."""
         for name, entry in sorted(self.progress.incidents.items(), reverse=True):
             if isinstance(entry, dict) and entry.get("state") in ("answered", "given up") and name.isdigit():
-                return name, read_seal(incident_folder(name), CLASSES)
+                folder = incident_folder(name)
+                return ClosedIncident(name, tell_story(read_seal(folder, CLASSES), folder, find_causes(folder)), None)
         raise ConfigError("no incident has been answered", "try meshwright practice incident, which starts one")
 
     def close(self, current: OpenIncident, state: str, score: IncidentScore | None) -> None:

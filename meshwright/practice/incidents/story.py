@@ -7,7 +7,6 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from meshwright.api.diagnosis import diagnose_folder
 from meshwright.diagnose.finding import Finding
 from meshwright.errors import MeshwrightError
 from meshwright.history.run_history import RunHistory
@@ -16,19 +15,11 @@ from meshwright.practice.incidents.catalogue import FIXES
 from meshwright.practice.incidents.evidence import diagnosis_text
 from meshwright.practice.incidents.incident import Move, PracticeIncident
 from meshwright.practice.incidents.job import RUN_FOLDER, read_job
+from meshwright.practice.incidents.timeline import Moment, build_timeline
 from meshwright.telemetry.run_folder import RunFolder
 
 STORY_FILE = "story.json"
 """Beside the run folder, written when the incident is closed."""
-
-
-@dataclass(frozen=True)
-class Moment:
-    """An entry of the timeline."""
-
-    seconds: float | None
-    """since the job started; None where no record has the time"""
-    text: str
 
 
 @dataclass(frozen=True)
@@ -42,6 +33,8 @@ class Story:
     steps: tuple[int, int] | None
     what_happened: str
     timeline: tuple[Moment, ...]
+    outcome: str
+    """how the job ended"""
     findings: tuple[Finding, ...]
     diagnose_names_it: bool
     """whether a finding of `diagnose` has the cause of this class"""
@@ -54,12 +47,10 @@ class Story:
         return asdict(self)
 
 
-def tell_story(incident: PracticeIncident, folder: Path) -> Story:
+def tell_story(incident: PracticeIncident, folder: Path, findings: list[Finding]) -> Story:
     """Builds the story from the truth and from the records of the run, which may be missing."""
-    findings: tuple[Finding, ...] = ()
-    history = None
+    history, job = None, read_job(folder)
     with suppress(MeshwrightError, OSError):
-        findings = tuple(diagnose_folder(folder / RUN_FOLDER).findings)
         history = RunHistory(RunFolder(folder / RUN_FOLDER))
     kind = incident.kind
     return Story(
@@ -69,8 +60,9 @@ def tell_story(incident: PracticeIncident, folder: Path) -> Story:
         rank=incident.arrangement.rank,
         steps=incident.step_window(history),
         what_happened=incident.text(kind.story),
-        timeline=timeline(incident, folder, history, findings),
-        findings=findings,
+        timeline=build_timeline(incident, history, job),
+        outcome=job.sentence,
+        findings=tuple(findings),
         diagnose_names_it=names_cause(incident, findings),
         shown_by=incident.text(kind.shown_by),
         path=tuple(
@@ -81,38 +73,13 @@ def tell_story(incident: PracticeIncident, folder: Path) -> Story:
     )
 
 
-def names_cause(incident: PracticeIncident, findings: tuple[Finding, ...]) -> bool:
+def names_cause(incident: PracticeIncident, findings: list[Finding]) -> bool:
     """Whether `diagnose` names the cause of the class, and the rank where both name one."""
     rank = incident.arrangement.rank
     return any(
         finding.cause == incident.kind.cause and (finding.rank is None or rank is None or finding.rank == rank)
         for finding in findings
     )
-
-
-def timeline(
-    incident: PracticeIncident, folder: Path, history: RunHistory | None, findings: tuple[Finding, ...]
-) -> tuple[Moment, ...]:
-    """Start, injection, what the records show of it, and the end."""
-    job = read_job(folder)
-    moments = [Moment(0.0, "the job starts")]
-    if history is None:
-        return (*moments, Moment(None, "the run has no records"))
-    table = history.steps()
-    window = incident.step_window(history)
-    if window is not None and len(table):
-        step = int(incident.values["step"]) if incident.kind.observed_step is None else window[1] - 2
-        begins = [float(begin) for begin, number in zip(table.begin, table.step, strict=True) if number == step]
-        seconds = begins[0] - job.started if begins and job.started else None
-        moments.append(Moment(seconds, f"injection: step {step} begins"))
-    for attempt in history.attempts:
-        if attempt.incident is not None and attempt.incident.outcome != "complete":
-            when = f"attempt {attempt.number} ends {attempt.incident.when}: {attempt.incident.outcome}"
-            moments.append(Moment(None, f"first symptom on record: {when}"))
-    if findings:
-        moments.append(Moment(None, f"detection: diagnose says {findings[0].cause}: {findings[0].variant}"))
-    moments.append(Moment(None, job.sentence))
-    return tuple(moments)
 
 
 def story_text(story: Story) -> str:
@@ -122,8 +89,8 @@ def story_text(story: Story) -> str:
     lines = [f"{story.name}: {story.meaning} ({rank}, step {window}; --seed {story.seed})", ""]
     lines += [story.what_happened, "", "Timeline"]
     for moment in story.timeline:
-        when = "" if moment.seconds is None else format_seconds(moment.seconds)
-        lines.append(f"  {when:>8}  {moment.text}")
+        lines.append(f"  {format_seconds(moment.seconds):>8}  {moment.text}")
+    lines.append(f"            {story.outcome}")
     lines += ["", "What meshwright diagnose says"]
     lines += [f"  {line}" for line in diagnosis_text(list(story.findings)).splitlines()] or ["  nothing: no records"]
     verdict = "names the cause" if story.diagnose_names_it else "does not name the cause"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import log
 from random import Random
 
+from meshwright.practice.incidents.classes.settings import around, custom, decoder, ranks_of
 from meshwright.practice.incidents.incident import (
     Arrangement,
     DamageCheckpoint,
@@ -13,11 +14,11 @@ from meshwright.practice.incidents.incident import (
     Move,
     TrainRun,
 )
-from meshwright.practice.incidents.settings import around, custom, decoder, ranks_of
 
 LONGER = (
-    "The owner has extended this training job, and says that it is not as far as it should be after the time that it has "
-    "run. The steps look as fast as before. Find out where the steps went, and what to do before the next extension."
+    "The owner has extended this training job, and says that it is not as far as it should be after the time that it "
+    "has run. The steps look as fast as before. Find out where the steps went, and what to do before the next "
+    "extension."
 )
 """What the pager says of jobs that lose work between two commands."""
 VOCABULARY = 64
@@ -110,8 +111,8 @@ WRONG_CLASSES = (
         draw=draw_corrupt_checkpoint,
         page=LONGER,
         fix="check-the-storage",
-        story="One byte of the shard of rank {rank} in the checkpoint of step {step} is inverted, as bad storage does. The "
-        "next command finds that its digest is wrong, says so, and falls back to step {restored}.",
+        story="One byte of the shard of rank {rank} in the checkpoint of step {step} is inverted, as bad storage "
+        "does. The next command finds that its digest is wrong, says so, and falls back to step {restored}.",
         evidence=(r"DAMAGED", r"damage", r"expected .* found", r"fall"),
         cause="replay",
         shown_by="meshwright checkpoint verify: the file, and the digest that was expected and found. "
@@ -141,8 +142,8 @@ WRONG_CLASSES = (
         draw=draw_other_settings,
         page=LONGER,
         fix="restore-settings",
-        story="The run began with {key} = {before}. The second command has {key} = {after}, which is part of the identity "
-        "of the run, so that it is refused before it trains a step.",
+        story="The run began with {key} = {before}. The second command has {key} = {after}, which is part of the "
+        "identity of the run, so that it is refused before it trains a step.",
         evidence=(r"{key}", r"identity"),
         cause="crash",
         shown_by="job.log and attempts/: both values of the setting",
@@ -172,10 +173,11 @@ WRONG_CLASSES = (
         page="A team trains its own model with its own loss. The loss falls, but it is higher than that of everybody "
         "else, from the first step on. The model starts with uniform outputs over {vocabulary} tokens. Find out why.",
         fix="token-normalisation",
-        story="The loss is the mean over the valid tokens of each sequence, times its length, so that a token of a short "
-        "sequence counts more than one of a long sequence. A batch is still the sum of its samples, which is all that the "
-        "check of the first batch can know; but the sum divided by the valid tokens of the step is no mean over tokens.",
-        evidence=(r'"step": ?0\b.*"loss"', r"loss", r"targets|tokens"),
+        story="The loss is the mean over the valid tokens of each sequence, times its length, so that a token of a "
+        "short sequence counts more than one of a long sequence. A batch is still the sum of its samples, which is "
+        "all that the check of the first batch can know; but the sum divided by the valid tokens of the step is no "
+        "mean over tokens.",
+        evidence=(r'"step":0\b.*"loss"', r"\b1 of \d+ steps done"),
         cause="",
         shown_by="the record of step 0 in events/rank-00000.jsonl: its loss against ln({vocabulary}) = {uniform}. "
         "meshwright diagnose cannot know what a loss should be",
@@ -203,11 +205,11 @@ WRONG_CLASSES = (
         name="bit-flip",
         meaning="the parameters of one replica differ from the others",
         draw=draw_bit_flip,
-        page="This training job has ended, and its owner says that the code has been in use for months and that every host "
-        "passed its checks. A restart might work. Find out what ended it and where, before somebody does that.",
+        page="This training job has ended, and its owner says that the code has been in use for months and that every "
+        "host passed its checks. A restart might work. Find out what ended it and where, before somebody does that.",
         fix="replace-host",
-        story="One bit of a parameter of rank {rank} changes before step {step}, as a defective memory cell or core does. "
-        "The replicas are compared every {every} steps, and one of them differs.",
+        story="One bit of a parameter of rank {rank} changes before step {step}, as a defective memory cell or core "
+        "does. The replicas are compared every {every} steps, and one of them differs.",
         evidence=(r"replica", r"differ", r"rank {rank}\b"),
         cause="crash",
         shown_by="meshwright diagnose and attempts/0001/incident.json: the ranks that agree, and the one that does not",

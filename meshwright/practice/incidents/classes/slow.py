@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from random import Random
 
+from meshwright.practice.incidents.classes.settings import around, custom, decoder, onset, ranks_of, sizes
 from meshwright.practice.incidents.incident import Arrangement, IncidentClass, Move, TrainRun
-from meshwright.practice.incidents.settings import around, custom, decoder, onset, ranks_of, sizes
 
 SLOWER = (
     "The owner of this training job says that it delivers fewer tokens per second than the same job did last week. "
@@ -57,7 +57,7 @@ SLOW_CLASSES = (
         fix="replace-host",
         story="Rank {rank} sleeps {seconds} s in {phase} from step {step} on, as on a host whose clock is throttled or "
         "whose cores another process uses. The collectives make every other rank wait for it.",
-        evidence=(r"rank {rank}\b", r"straggler"),
+        evidence=(r"rank {rank}\b", r"straggler", r'"rank":{rank},.*"phases"'),
         cause="straggler",
         shown_by="meshwright diagnose: the local seconds of the rank against the median of its peers",
         hints=(
