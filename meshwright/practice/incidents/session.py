@@ -190,7 +190,7 @@ class IncidentSession:
         return self.finish(current, findings, None)
 
     def diagnose_and_stop(self, current: OpenIncident) -> list[Finding]:
-        """What `diagnose` says about the run, as it was when the user answered: a run that was stopped no longer hangs."""
+        """What `diagnose` says about the run as the user saw it: a run that was stopped no longer hangs."""
         findings = find_causes(current.folder)
         stop_job(current.folder)
         return findings

@@ -87,7 +87,7 @@ SLOW_CLASSES = (
         fix="faster-input",
         story="Every rank waits {seconds} s for its samples from step {step} on, as with a loader that decodes too "
         "much, or storage that is too slow.",
-        evidence=(r"fetch", r"data: "),
+        evidence=(r"fetch", r"data: ", r"wait for their samples"),
         cause="data",
         shown_by="meshwright diagnose: the seconds in fetch of the rank that waits least",
         hints=(
