@@ -54,7 +54,7 @@ class JobState:
 
 
 def incidents_home() -> Path:
-    return meshwright_home() / "practice" / "incidents"
+    return meshwright_home().absolute() / "practice" / "incidents"
 
 
 def incident_folder(name: str) -> Path:
@@ -88,6 +88,7 @@ def start_job(folder: Path) -> JobState:
     paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MESHWRIGHT_FAULT")}
     environment |= {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    environment["MESHWRIGHT_HOME"] = str(meshwright_home().absolute())  # the job runs in another folder
     try:
         with open(folder / LOG_FILE, "xb") as log:
             process = subprocess.Popen(

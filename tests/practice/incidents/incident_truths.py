@@ -71,7 +71,8 @@ def check_hang(r: Records) -> None:
 
 def check_nan(r: Records) -> None:
     found = [event for rank in r.history.ranks for event in r.events(rank, "nonfinite")]
-    assert {event["step"] for event in found} == {r.values["step"]}
+    [step] = {event["step"] for event in found}
+    assert abs(step - r.values["step"]) <= 1
     assert [event["rank"] for event in found if event["module"]] == [r.rank]
     assert read_job(r.folder).exit_code == 7
 

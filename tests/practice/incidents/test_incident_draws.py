@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import re
 import string
+from pathlib import Path
 
 import pytest
 
@@ -19,6 +21,8 @@ from meshwright.practice.incidents.incident import (
     read_seal,
     write_seal,
 )
+from meshwright.practice.incidents.scoring import POINTS
+from meshwright.topology.unsupported import validate
 
 SEEDS = range(60)
 
@@ -48,7 +52,9 @@ def test_drawn_incident_is_consistent(name, steps):
         for act in arrangement.acts:
             if isinstance(act, TrainRun):
                 parse_faults(act.fault)
-                load_config(overrides=[setting for setting in act.settings if not setting.startswith("--ranks")])
+                ranks = next(setting for setting in act.settings if setting.startswith("--ranks="))
+                settings = [setting for setting in act.settings if setting != ranks]
+                validate(load_config(None, settings, ranks.removeprefix("--ranks=")), own_model=bool(act.part))
         if arrangement.rank is not None:
             assert 0 <= arrangement.rank < arrangement.parameters["ranks"]
         if arrangement.steps is not None:
@@ -95,3 +101,15 @@ def test_damaged_seal_is_named(content, tmp_path):
 def test_invalid_draw_is_refused(arguments, message):
     with pytest.raises(ConfigError, match=message):
         draw_incident(*arguments)
+
+
+def test_page_of_the_documentation_lists_every_class_and_the_points():
+    page = (Path(__file__).parents[3] / "docs" / "practice-incidents.md").read_text()
+    fields, classes = page.split("## Classes")
+    points = re.findall(r"^\| `([a-z]+)` \| (\d+) \|", fields, re.MULTILINE)
+    assert {name: int(count) for name, count in points} == POINTS
+    rows = re.findall(r"^\| `([a-z-]+)` \| ([^|]+) \| (.+) \|$", classes, re.MULTILINE)
+    assert {name: meaning for name, meaning, _ in rows} == {kind.name: kind.meaning for kind in CLASSES.values()}
+    for name, _, shown in rows:
+        cause = CLASSES[name].cause
+        assert (f"`diagnose`: {cause}" in shown) == bool(cause)

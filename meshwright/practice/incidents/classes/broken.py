@@ -22,7 +22,7 @@ ENDED = (
 )
 """What the pager says of every job that ends."""
 WARM_UP_PASSES = 2
-"""Forward passes of a model of one's own before its first step: they settle the buckets of DDP."""
+"""Forward passes of a model of one's own before its first step, at least; ranks differ in one."""
 HANGS = {
     "hang": "sleeps and never returns",
     "stop": "is stopped by a signal, as a debugger or a cgroup freezer does",
@@ -36,6 +36,10 @@ def failed_step(history: RunHistory) -> int | None:
         return None
     step = history.attempts[0].incident.step
     return history.attempts[0].done if step is None else step
+
+
+def first_nonfinite_step(history: RunHistory) -> int | None:
+    return min((event["step"] for event in history.nonfinite), default=None)
 
 
 def draw_hang(dice: Random, steps: int) -> Arrangement:
@@ -121,7 +125,7 @@ BROKEN_CLASSES = (
         draw=draw_nan,
         page=ENDED,
         fix="replay-the-step",
-        story="From step {step} on, the model of rank {rank} divides by a sum that is zero. The sum over ranks "
+        story="From a step on, the model of rank {rank} divides by a sum that is zero. The sum over ranks "
         "spreads the NaN to every gradient, so that all ranks see it and only one has caused it.",
         evidence=(r"finite", r"nan\b"),
         cause="numerics",
@@ -129,7 +133,7 @@ BROKEN_CLASSES = (
         hints=(
             "Read the exit code and the last message of the job in job.log.",
             "After an all-reduce every rank has the bad value. Which rank had it before?",
-            "The record of step {step} names the first module that is not finite, on one rank.",
+            "A record `nonfinite` of one of the ranks names the first module that is not finite.",
         ),
         path=(
             Move(
@@ -140,10 +144,11 @@ BROKEN_CLASSES = (
             Move(
                 "one rank names a module of its own forward pass",
                 "its samples or its device are the cause",
-                "run that step again in detail: meshwright replay RUN --step {step}",
+                "run that step again in detail: meshwright replay RUN --step K",
             ),
         ),
         read=("card:non-finite", "handbook:playbook#numerics"),
+        observed_step=first_nonfinite_step,
     ),
     IncidentClass(
         name="out-of-memory",

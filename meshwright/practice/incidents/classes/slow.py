@@ -32,8 +32,7 @@ def draw_data_bound(dice: Random, steps: int) -> Arrangement:
 
 
 def draw_bubble(dice: Random, steps: int) -> Arrangement:
-    stages, micro = dice.choice(((2, 4), (2, 8), (3, 4)))
-    batch = 8 if stages == 2 else 12
+    stages, micro, batch = dice.choice(((2, 4, 8), (2, 8, 16), (3, 4, 12)))
     layers = 6 if stages == 3 else 4
     pipeline = ("--layout.replicate=1", f"--layout.pipeline={stages}", f"--batch.micro={micro}")
     act = TrainRun((*sizes(128, layers, 64, batch, steps, stages), *pipeline))
