@@ -23,6 +23,7 @@ from meshwright.cli.evaluate import evaluate
 from meshwright.cli.launch import launch_kubernetes, launch_ray, launch_slurm
 from meshwright.cli.plan import plan, plan_measure, plan_schedule
 from meshwright.cli.practice.cards import practice_cards
+from meshwright.cli.practice.incident import practice_incident
 from meshwright.cli.practice.interview import practice_interview
 from meshwright.cli.practice.lab import practice_lab
 from meshwright.cli.practice.overview import practice
@@ -74,6 +75,7 @@ VERBS: dict[str, Verb] = {
     "checkpoint export": checkpoint_export,
     "checkpoint import": checkpoint_import,
     "practice cards": practice_cards,
+    "practice incident": practice_incident,
     "practice lab": practice_lab,
     "practice": practice,
 }
