@@ -28,8 +28,11 @@ def load_run_config(overrides: list[str]) -> RunConfig:
 
 
 def reward_after(curve: Curve, seconds: float) -> float:
+    """The reward of the newest step where none ended in the last share: a policy that answers every prompt right has no
+    group to train on.
+    """
     values = [reward for time, reward in curve if (1 - LAST_SHARE) * seconds <= time <= seconds]
-    return statistics.mean(values) if values else float("nan")
+    return statistics.mean(values) if values else [reward for time, reward in curve if time <= seconds][-1]
 
 
 def rollout_events(folder: Path) -> list[dict[str, Any]]:
@@ -39,7 +42,7 @@ def rollout_events(folder: Path) -> list[dict[str, Any]]:
 def own_curve(folder: Path) -> Curve:
     events = rollout_events(folder)
     began = events[0]["time"] - events[0]["wait_seconds"]
-    return [(event["time"] - began, statistics.mean(event["rewards"])) for event in events]
+    return [(event["time"] - began, event["reward"]) for event in events]
 
 
 def own_history(folder: Path, group_size: int) -> dict[int, list[int]]:

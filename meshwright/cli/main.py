@@ -23,6 +23,9 @@ from meshwright.cli.evaluate import evaluate
 from meshwright.cli.launch import launch_kubernetes, launch_ray, launch_slurm
 from meshwright.cli.plan import plan, plan_measure, plan_schedule
 from meshwright.cli.practice.cards import practice_cards
+from meshwright.cli.practice.incident import practice_incident
+from meshwright.cli.practice.interview import practice_interview
+from meshwright.cli.practice.lab import practice_lab
 from meshwright.cli.practice.overview import practice
 from meshwright.cli.preflight import preflight
 from meshwright.cli.prove import prove
@@ -59,6 +62,7 @@ VERBS: dict[str, Verb] = {
     "metrics serve": metrics_serve,
     "metrics dashboard": metrics_dashboard,
     "metrics alerts": metrics_alerts,
+    "practice interview": practice_interview,
     "sample": sample,
     "evaluate": evaluate,
     "data prepare": data_prepare,
@@ -70,8 +74,10 @@ VERBS: dict[str, Verb] = {
     "checkpoint diff": checkpoint_diff,
     "checkpoint export": checkpoint_export,
     "checkpoint import": checkpoint_import,
-    "practice": practice,
     "practice cards": practice_cards,
+    "practice incident": practice_incident,
+    "practice lab": practice_lab,
+    "practice": practice,
 }
 """Verb -> its function. The docstring of a function is "Verb: summary"."""
 

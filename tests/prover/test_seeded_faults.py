@@ -36,7 +36,7 @@ def test_101_faults_are_seeded():
 
 @pytest.mark.parametrize(
     ("layout", "run"),
-    [pytest.param(*launch, marks=long_unless(LAUNCHES[launch] > 2)) for launch in sorted(LAUNCHES)],
+    [pytest.param(*launch, marks=long_unless(LAUNCHES[launch] > 6)) for launch in sorted(LAUNCHES)],
     ids=lambda part: part if isinstance(part, str) else " ".join(part),
 )
 def test_run_without_fault_equals_the_reference(layout, run):
@@ -47,7 +47,7 @@ def test_run_without_fault_equals_the_reference(layout, run):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=long_unless(all(LAUNCHES[fault.layout, run] > 2 for run in fault.runs)))
+        pytest.param(name, marks=long_unless(all(LAUNCHES[fault.layout, run] > 6 for run in fault.runs)))
         for name, fault in FAULTS.items()
     ],
 )

@@ -35,7 +35,7 @@ def test_every_class_has_more_than_eleven_faults(module):
 
 @pytest.mark.parametrize(
     ("options", "run"),
-    [pytest.param(*launch, marks=long_unless(LAUNCHES[launch] > 4)) for launch in sorted(LAUNCHES)],
+    [pytest.param(*launch, marks=long_unless(LAUNCHES[launch] > 5)) for launch in sorted(LAUNCHES)],
     ids=lambda part: part if isinstance(part, str) else " ".join(part[6:]),
 )
 def test_run_without_fault_equals_the_reference(options, run):
@@ -46,7 +46,7 @@ def test_run_without_fault_equals_the_reference(options, run):
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(name, marks=long_unless(all(LAUNCHES[fault.options, run] > 4 for run in fault.runs)))
+        pytest.param(name, marks=long_unless(all(LAUNCHES[fault.options, run] > 5 for run in fault.runs)))
         for name, fault in USER_FAULTS.items()
     ],
 )

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 import shutil
+import subprocess
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,30 @@ def test_a_full_disk_is_named_and_nothing_is_lost(rl_runs: RLRuns) -> None:
 def test_a_disk_that_stays_full_stops_the_run(rl_runs: RLRuns) -> None:
     with pytest.raises(DataError, match=r"could not be written for 4 s.*No space left on device"):
         rl_runs.run("rollout.append:enospc@step5+", "--launch.hang_timeout=4", staleness=1)
+    rl_runs.run(staleness=1)
+    rl_runs.assert_equals_undisturbed_run(1)
+
+
+@pytest.fixture
+def small_disk(rl_runs: RLRuns) -> Iterator[Path]:
+    """The folder of the runs as a file system of its own with 1 MB."""
+    folder = rl_runs.folder
+    folder.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=1m", "tmpfs", str(folder)], capture_output=True).returncode:
+        pytest.skip("mounting a file system needs root")
+    yield folder
+    subprocess.run(["umount", "--lazy", str(folder)], check=True)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("left", [48_000, 96_000, 160_000])
+def test_a_file_system_that_is_really_full_loses_nothing(rl_runs: RLRuns, small_disk: Path, left: int) -> None:
+    rl_runs.run(staleness=1, steps=2)
+    ballast = small_disk / "ballast"
+    ballast.write_bytes(bytes(shutil.disk_usage(small_disk).free - left))
+    with pytest.raises(MeshwrightError, match="No space left on device"):
+        rl_runs.run("", "--launch.hang_timeout=4", staleness=1)
+    ballast.unlink()
     rl_runs.run(staleness=1)
     rl_runs.assert_equals_undisturbed_run(1)
 

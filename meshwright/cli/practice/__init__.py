@@ -1,1 +1,1 @@
-"""The verbs of practice: cards, labs, incidents, the interview and the page."""
+"""The verbs of `meshwright practice`, one file each."""

@@ -212,7 +212,7 @@ METRICS = (
     # Reinforcement learning: what the policy learns, and where its rollouts go.
     Metric(
         "meshwright_reward", "gauge", "", (), "rollouts",
-        "Mean reward of the rollouts of the newest step.", rollouts.newest("reward"),
+        "Mean reward of the rollouts that were scored for the newest step.", rollouts.newest("reward"),
     ),
     Metric(
         "meshwright_reward_deviation", "gauge", "", (), "rollouts",

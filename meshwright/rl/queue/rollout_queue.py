@@ -169,19 +169,24 @@ class RolloutQueue:
                 trained.append(header)
             in_a_row = in_a_row + 1 if cause else 0
             if in_a_row > self.settings.filter_budget:
-                raise self._budget_exceeded(step, [cause for _, cause in dropped[-in_a_row:]])
+                raise self._budget_exceeded(step, dropped[-in_a_row:])
             if len(trained) == self.settings.groups_per_step:
                 return self._consume(step, trained, dropped)
         return None
 
-    def _budget_exceeded(self, step: int, causes: list[str]) -> FilterBudgetExceeded:
+    def _budget_exceeded(self, step: int, dropped: list[tuple[GroupHeader, str]]) -> FilterBudgetExceeded:
+        equal = [header.rewards[0] for header, cause in dropped if cause == "no_signal"]
+        of_mean = f" (mean {sum(equal) / len(equal):.4g})" if equal else ""
         message = (
-            f"step {step}: {len(causes)} groups in a row cannot be trained, more than rl.filter_budget ="
-            f" {self.settings.filter_budget}: {causes.count('no_signal')} have equal rewards, and"
-            f" {causes.count('failed')} have no reward"
+            f"step {step}: {len(dropped)} groups in a row cannot be trained, more than rl.filter_budget ="
+            f" {self.settings.filter_budget}: {len(equal)} have equal rewards{of_mean}, and"
+            f" {len(dropped) - len(equal)} have no reward"
         )
-        if causes.count("failed") > len(causes) // 2:
+        if len(equal) < len(dropped) // 2:
             return FilterBudgetExceeded(message, "try the reward function on one completion: it raises or times out")
+        if equal and min(equal) == max(equal) > 0:
+            hint = "the policy may have learnt the task: try a harder one, such as a larger rl.level"
+            return FilterBudgetExceeded(message, hint)
         return FilterBudgetExceeded(
             message, "try an easier task, a larger rl.group_size, or rl.dynamic_sampling = false"
         )

@@ -222,7 +222,8 @@ class RolloutLoader:
     def _record(self, step: int, answer: dict[str, Any], rows: PolicyRows, seconds: float) -> None:
         """Records which groups a step trains on and which it leaves out, and the state of the queue."""
         groups, status = answer["groups"], answer["status"]
-        rewards = [reward for group in groups for reward in group["rewards"]]
+        without_signal = [group for group in answer["dropped"] if group["cause"] == "no_signal"]
+        rewards = [reward for group in (*groups, *without_signal) for reward in group["rewards"]]
         staleness = [group["staleness"] for group in groups]
         dropped = {cause: amount[0] for cause, amount in answer["cursor"]["counts"]["dropped"].items()}
         self.facts = {
@@ -240,6 +241,7 @@ class RolloutLoader:
                 step=step,
                 groups=[[group["group"], group["version"], group["prompt_id"]] for group in groups],
                 positions=[group["position"] for group in groups],
+                reward=round(self.facts["reward"], 6),
                 rewards=[round(float(np.mean(group["rewards"])), 6) for group in groups],
                 dropped=[[group["group"], group["version"], group["cause"]] for group in answer["dropped"]],
                 staleness=max(staleness),

@@ -126,7 +126,8 @@ def test_filter_budget_stops_the_run(log):
             assert queue.batch(0) is None
     for _ in range(2):
         with pytest.raises(
-            FilterBudgetExceeded, match=r"4 groups in a row .* rl.filter_budget = 3: 4 have equal.*try an"
+            FilterBudgetExceeded,
+            match=r"4 groups in a row .* rl.filter_budget = 3: 4 have equal rewards \(mean 1\).*learnt",
         ):
             queue.batch(0)
 

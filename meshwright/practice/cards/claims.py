@@ -1,0 +1,10 @@
+"""Writes claims of cards, whose relation has the words of the claim. Torch-free."""
+
+from __future__ import annotations
+
+from meshwright.practice.cards.card import Claim, Comparison, Relation
+
+
+def claim(text: str, left: str, comparison: Comparison, right: str | float, tolerance: float = 0.0) -> Claim:
+    """A claim that is true where `left` compares with `right` as stated."""
+    return Claim(text, Relation(text, left, comparison, right, tolerance))

@@ -1,0 +1,1 @@
+"""Cards on what ranks send to each other, when, and over which links."""

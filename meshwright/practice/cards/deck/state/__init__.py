@@ -1,0 +1,1 @@
+"""Cards on where parameters, gradients, optimizer state and ranks are placed."""

@@ -1,0 +1,1 @@
+"""Experiments on where parameters, gradients and optimizer state live."""

@@ -1,0 +1,1 @@
+"""The checks of the interview, one module per property; `registry.py` lists them."""

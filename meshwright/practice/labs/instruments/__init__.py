@@ -1,0 +1,1 @@
+"""What the checks measure with: the order and bytes of messages, live tensor bytes, and saved tensors."""

@@ -1,0 +1,121 @@
+"""Drills: cases are what their question says, good answers pass, and each fault of a bad answer is named."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+from drill_answers import BUZZWORDS, CASES, CHECKPOINTING
+
+from meshwright.errors import ConfigError
+from meshwright.practice.interview.drills.answer import parse_answer
+from meshwright.practice.interview.drills.case_figures import draw_case, judge_case
+from meshwright.practice.interview.drills.drill_grading import grade_answer, scores
+from meshwright.practice.interview.drills.drill_text import drill_json, drill_text
+from meshwright.practice.interview.drills.quantities import quantities
+from meshwright.practice.interview.drills.scenarios import PARTS, SCENARIOS, find_scenario
+from meshwright.practice.interview.drills.vocabulary import asserted
+
+
+def all_cases():
+    return [(scenario, case) for scenario in SCENARIOS.values() for case in scenario.cases]
+
+
+@pytest.mark.parametrize(("scenario", "case"), all_cases(), ids=lambda each: getattr(each, "name", None))
+def test_case_is_what_its_question_says(scenario, case):
+    """The limit is the planner's bottleneck, one remedy removes it, and another one does not, where there is a trap."""
+    judged = judge_case(scenario, case)
+    expected = "none" if scenario.limit == "batch" else scenario.limit
+    assert judged.bottleneck.kind == expected
+    assert judged.best.helps
+    if scenario.name != "barely_exceeds":
+        assert any(not each.helps for each in judged.remedies)
+    memory, device = judged.now.peak_memory.total, judged.now.job.cluster.device.memory
+    if scenario.name == "barely_exceeds":
+        assert 1 < memory / device < 1.2
+    if scenario.name == "substantially_exceeds":
+        state = judged.now.peak_memory
+        assert state.parameters + state.gradients + state.optimizer > device
+
+
+@pytest.mark.parametrize(("name", "index", "answer", "expected"), CASES)
+def test_answer_is_graded_as_it_deserves(name, index, answer, expected):
+    scenario = SCENARIOS[name]
+    case = judge_case(scenario, scenario.cases[index])
+    checks = grade_answer(case, answer)
+    assert {check.name for check in checks if not check.passed} == expected
+    for check in checks:
+        assert check.passed or check.message
+
+
+def test_words_without_numbers_cannot_score_full():
+    scenario = SCENARIOS["barely_exceeds"]
+    table = scores(grade_answer(judge_case(scenario, scenario.cases[0]), BUZZWORDS))
+    assert max(table["problem"], table["communication"], table["tradeoff"]) <= 0.5
+
+
+def test_planner_answers_after_the_user():
+    scenario = SCENARIOS["barely_exceeds"]
+    case = judge_case(scenario, scenario.cases[0])
+    checks = grade_answer(case, CHECKPOINTING)
+    text = drill_text(case, checks)
+    assert text.index("measurement: 100%") < text.index("The planner's answer")
+    value = drill_json(case, 0, checks)
+    assert value["status"] == "pass"
+    assert all(value["planner"][part] for part in PARTS)
+
+
+def test_seed_draws_the_same_case_and_others_draw_others():
+    scenario = SCENARIOS["all_reduce_dominates"]
+    assert draw_case(scenario, 3).case == draw_case(scenario, 3).case
+    assert (
+        len({draw_case(scenario, seed).case.cluster + str(draw_case(scenario, seed).case.model) for seed in range(8)})
+        > 1
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "is_asserted"),
+    [
+        ("We use FSDP.", True),
+        ("We do not use FSDP.", False),
+        ("I would use DDP instead of FSDP.", False),
+        ("FSDP does not help.", False),
+        ("Not a larger batch; FSDP is the change.", True),
+        ("It needs 1.5 GiB without FSDP.", False),
+        ("Never mind the batch, but FSDP helps.", True),
+    ],
+)
+def test_denied_words_do_not_count(text, is_asserted):
+    assert asserted(r"\bFSDP\b", text) is is_asserted
+
+
+def test_numbers_need_units():
+    assert [(each.value, each.dimension) for each in quantities("4.6 GiB, 1,024 bytes, 72%, 16x, 500 ms, 8 ranks")] == [
+        (4.6 * 2**30, "bytes"),
+        (1024, "bytes"),
+        (0.72, "share"),
+        (16, "ratio"),
+        (0.5, "seconds"),
+    ]
+
+
+def test_answer_is_read_by_its_headings():
+    parts = parse_answer("# Problem\nA\n## mechanism:\nB\nCommunication: C\n**Tradeoff**\nD\nMeasurement: E")
+    assert parts == dict(zip(PARTS, "ABCDE", strict=True))
+    with pytest.raises(ConfigError, match="none of the five parts"):
+        parse_answer("FSDP")
+
+
+def test_unknown_drill_is_refused_with_the_names():
+    with pytest.raises(ConfigError, match="barely_exceeds"):
+        find_scenario("no")
+
+
+def test_drills_do_not_import_torch():
+    code = (
+        "import sys; from meshwright.cli import main; main(['practice', 'interview', '--drill', 'enormous']); "
+        "assert 'torch' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, stdin=subprocess.DEVNULL)

@@ -1,0 +1,75 @@
+"""The checker names the flaw of each notebook of known quality, and passes the good one."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+from notebook_sources import DDP_SYNCS_ALWAYS, FLAWS, MORE_FLAWS, NOTEBOOKS, WITH_DDP, notebook, script
+
+from meshwright.practice.interview.exercise import GATES, default_options
+from meshwright.practice.interview.follow_ups import FOLLOW_UPS
+from meshwright.practice.interview.report import check_file, report_json, report_text
+
+DEMANDING = default_options() | {"scope": "production", "restart": "elastic"}
+
+
+def failed(report):
+    return [check.name for check in report.checks if not check.passed]
+
+
+def test_notebooks_are_those_of_the_table():
+    assert {path.stem for path in NOTEBOOKS.glob("*.ipynb")} == {"good", *FLAWS}
+    assert len(FLAWS) == 11
+    for name in ("good", *FLAWS):
+        text = (NOTEBOOKS / f"{name}.ipynb").read_text()
+        assert text == notebook(name)
+        assert json.loads(text)["nbformat"] == 4
+
+
+def test_good_notebook_passes_every_check_also_the_demanding_ones():
+    report = check_file(NOTEBOOKS / "good.ipynb", DEMANDING, True, GATES, 60)
+    assert failed(report) == [], report_text(report)
+    assert report.passed
+    assert not report.follow_ups
+    value = report_json(report)
+    assert value["status"] == "pass"
+    assert value["format"] == 1
+    assert set(value["gates"].values()) == {True}
+    figures = value["review"]["figures"]
+    assert figures["reduced_bytes_per_step"] == figures["gradient_bytes"] == 776
+    assert figures["resume_difference"] == 0
+    assert figures["lost_steps"] == 1
+    assert figures["checks_passed"] == figures["checks"] == 30
+
+
+@pytest.mark.parametrize("flaw", FLAWS)
+def test_flaw_is_named_and_nothing_else(flaw):
+    expected = FLAWS[flaw][2]
+    report = check_file(NOTEBOOKS / f"{flaw}.ipynb", default_options(), True, GATES, 60)
+    assert failed(report) == [expected]
+    assert [name for name, _ in report.follow_ups] == [expected]
+    check = next(check for check in report.checks if check.name == expected)
+    assert check.message
+    assert check.found
+    assert FOLLOW_UPS[expected].question in report_text(report)
+    if flaw == "weights_only":
+        assert "Weights alone" in check.message
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("flaw", MORE_FLAWS)
+def test_further_flaw_is_named_and_nothing_else(flaw, tmp_path):
+    path = tmp_path / "answer.py"
+    path.write_text(script(flaw))
+    report = check_file(path, DEMANDING, True, GATES, 60)
+    assert failed(report) == MORE_FLAWS[flaw][2].split(" and "), report_text(report)
+
+
+@pytest.mark.long
+def test_answer_with_ddp_passes_and_its_missing_no_sync_is_named(tmp_path):
+    path = tmp_path / "answer.py"
+    path.write_text(script("good", *WITH_DDP))
+    assert failed(check_file(path, DEMANDING, True, GATES, 60)) == []
+    path.write_text(script("good", *WITH_DDP, DDP_SYNCS_ALWAYS))
+    assert failed(check_file(path, DEMANDING, True, GATES, 60)) == ["sync_once"]

@@ -1,0 +1,20 @@
+"""Calls all_reduce without async_op, so that backward waits for every bucket. Expected check: asynchronous."""
+# ruff: noqa: F401
+
+from functools import partial
+
+from meshwright.practice.labs.gradient_buckets.solution import ReducedBucket, finish, make_buckets
+
+
+class BlockingBucket(ReducedBucket):
+    def start(self):
+        super().start()
+        self.work.wait()
+
+
+def attach_hooks(buckets):
+    state = [BlockingBucket(parameters, len(parameters)) for parameters in buckets]
+    for bucket in state:
+        for parameter in bucket.parameters:
+            parameter.register_post_accumulate_grad_hook(partial(BlockingBucket.on_gradient, bucket))
+    return state
