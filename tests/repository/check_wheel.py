@@ -20,9 +20,10 @@ COMMANDS = [
     "train --steps 2 --run run --model.layers=1",
     "report run",
     "watch run --once",
+    "practice",
 ]
-STATIC = "meshwright/observe/watch/static"
-"""The files of the live page."""
+STATIC = ("meshwright/observe/watch/static", "meshwright/practice/page/static")
+"""The files of the live page and of the practice page."""
 
 
 def run(*args: str | Path, cwd: Path) -> None:
@@ -40,9 +41,11 @@ def main() -> None:
         names = zipfile.ZipFile(wheel).namelist()
         assert not [name for name in names if name.startswith(("tests/", "benchmarks/", "fuzz/"))], names
         assert "meshwright/py.typed" in names
-        static = {path.relative_to(ROOT).as_posix() for path in (ROOT / STATIC).rglob("*") if path.is_file()}
-        assert static, f"{STATIC} is empty"
-        assert not static - set(names), static - set(names)
+        for folder_name in STATIC:
+            found = (path for path in (ROOT / folder_name).rglob("*") if path.is_file())
+            static = {path.relative_to(ROOT).as_posix() for path in found}
+            assert static, f"{folder_name} is empty"
+            assert not static - set(names), static - set(names)
         venv.create(folder / "env", with_pip=True)
         python = folder / "env" / "bin" / "python"
         run(python, *pip, "install", "--constraint", ROOT / "constraints.txt", f"{wheel}[text]", cwd=folder)

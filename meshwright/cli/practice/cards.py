@@ -184,7 +184,7 @@ def review_due(cards: Mapping[str, Card], runner: ExperimentRunner, console: Con
         )
         return
     import_fsrs()
-    ReviewSession(runner, progress_file(), console, ask=console.input).review_all(queue.cards)
+    ReviewSession(runner, progress_file(), console).review_all(queue.cards)
 
 
 def verify_deck(cards: Sequence[Card], runner: ExperimentRunner, console: Console, json: bool) -> None:

@@ -42,9 +42,9 @@ def question_view(card: Card, knobs: Knobs, position: str = "") -> Group:
     title = f"{position}{card.kind} · {card.id}"
     parts: list[RenderableType] = [Rule(title, style="dim", align="left"), Text(""), prose(card.question, "bold")]
     ranks = f"{card.experiment.ranks} rank{'' if card.experiment.ranks == 1 else 's'}"
-    settings = [f"the experiment runs on {ranks} of this machine"]
-    settings += [f"{name} = {value}" for name, value in knobs.items()]
-    parts.append(Padding(Text(", ".join(settings), "dim"), (1, 0, 0, 0)))
+    settings = ", ".join(f"{name} = {value}" for name, value in knobs.items())
+    where = f"The experiment runs on {ranks} of this machine{', with ' if settings else ''}{settings}."
+    parts.append(Padding(Text(where, "dim"), (1, 0, 0, 0)))
     if card.claims:
         parts.append(Text(""))
         parts += [Padding(prose(f"{letter})  {claim.text}"), (0, 0, 0, 2)) for letter, claim in shown_claims(card)]
@@ -64,8 +64,7 @@ def run_view(card: Card, run: ExperimentRun, console: Console) -> Group:
     parts.append(Text(""))
     problems = find_problems(card, run)
     if named_values(card) <= values.keys():
-        parts += [relation_line(relation, values, must_hold=True) for relation in card.relations]
-        parts += [relation_line(relation, values, must_hold=False) for relation in card.refuted]
+        parts.append(relation_table(card, values))
     memory = f", peak memory {format_bytes(run.peak_bytes)}" if run.peak_bytes else ""
     cost = f"{format_seconds(run.seconds)}{memory}"
     parts.append(Text(f"The experiment took {cost}.", "dim"))
@@ -78,23 +77,27 @@ def run_view(card: Card, run: ExperimentRun, console: Console) -> Group:
     return Group(*parts)
 
 
-def relation_line(relation: Relation, values: Mapping[str, float], *, must_hold: bool) -> Text:
-    """A relation with the measured sides. A wrong statement is shown as refuted."""
-    holds = relation.holds(values)
-    mark, style = ("✓", "green") if holds == must_hold else ("✗", "bold red")
-    verdict = "" if must_hold else " — refuted" if not holds else " — NOT refuted"
-    if must_hold and not holds:
-        verdict = " — does not hold"
-    return Text.assemble(
-        (f"{mark} ", style), prose(relation.text), (verdict, style), (f"  {sides(relation, values)}", "dim")
-    )
+def relation_table(card: Card, values: Mapping[str, float]) -> Table:
+    """The relations with their measured sides; a wrong statement is shown as refuted."""
+    table = Table.grid(padding=(0, 1))
+    table.add_column(width=1)
+    table.add_column()
+    for relation, must_hold in [(item, True) for item in card.relations] + [(item, False) for item in card.refuted]:
+        holds = relation.holds(values)
+        mark, style = ("✓", "green") if holds == must_hold else ("✗", "bold red")
+        verdict = "does not hold" if must_hold else "NOT refuted" if holds else "refuted"
+        text = prose(relation.text)
+        if not (must_hold and holds):
+            text.append(f" — {verdict}", style)
+        table.add_row(Text(mark, style), text.append(f"  {sides(relation, values)}", "dim"))
+    return table
 
 
 def sides(relation: Relation, values: Mapping[str, float]) -> str:
     """The measured sides of a relation, as they are: a relation that does not hold is shown as its inverse."""
     shown = relation if relation.holds(values) else relation.inverted()
     right = values[relation.right] if isinstance(relation.right, str) else relation.right
-    tolerance = f" within {format_percent(relation.tolerance)}" if relation.tolerance else ""
+    tolerance = f" within {100 * relation.tolerance:g}%" if relation.tolerance else ""
     named = f" ({relation.right})" if isinstance(relation.right, str) else ""
     left = f"{format_number(values[relation.left])} ({relation.left})"
     return f"{left} {SYMBOLS[shown.comparison]} {format_number(right)}{named}{tolerance}"

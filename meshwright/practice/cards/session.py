@@ -61,7 +61,7 @@ class ReviewSession:
         runner: runs the experiments; it starts with the first question.
         path: the progress file.
         console: where everything is shown.
-        ask: shows a prompt and returns the line that the reader types.
+        ask: shows a prompt and returns the line that the reader types; by default on the console.
         clock: the present time, with a time zone.
         quiet: whether nothing is shown, as for JSON.
     """
@@ -71,11 +71,12 @@ class ReviewSession:
         runner: ExperimentRunner,
         path: Path,
         console: Console,
-        ask: Ask = input,
+        ask: Ask | None = None,
         clock: Clock = local_clock,
         quiet: bool = False,
     ) -> None:
-        self.runner, self.path, self.console, self.ask = runner, path, console, ask
+        self.runner, self.path, self.console = runner, path, console
+        self.ask: Ask = ask or (lambda prompt: console.input(Text(prompt)))
         self.clock, self.quiet = clock, quiet
 
     def show(self, *parts: Any) -> None:
@@ -153,5 +154,5 @@ class ReviewSession:
         except (KeyboardInterrupt, EOFError):
             self.show("")
         recorded = [item for item in reviewed if item.grade is not None]
-        self.show(Text(f"{len(recorded)} reviews are saved in {self.path}.", "dim"))
+        self.show(Text(f"{len(recorded)} review{'' if len(recorded) == 1 else 's'} saved in {self.path}.", "dim"))
         return reviewed

@@ -8,6 +8,7 @@ from rich.text import Text
 from meshwright.practice.drawing.bars import draw_bars
 from meshwright.practice.drawing.curves import draw_curves
 from meshwright.practice.drawing.heat_map import draw_heat_map
+from meshwright.practice.drawing.palette import COUNT
 from meshwright.practice.drawing.timeline import draw_timeline
 from meshwright.practice.pictures import Bars, Curves, HeatMap, Picture
 
@@ -27,6 +28,6 @@ def draw(picture: Picture, console: Console) -> Group:
         case _:
             unit, lines = picture.unit, draw_timeline(picture, width, has_colors)
     title = Text(picture.title, "bold")
-    if unit and unit.lower() not in picture.title.lower():
+    if unit and unit != COUNT and unit.lower() not in picture.title.lower():
         title.append(f" ({unit})", "dim")
     return Group(title, *lines)

@@ -11,6 +11,8 @@ from meshwright.io import format_bytes, format_seconds
 COLORS = ("cyan", "magenta", "yellow", "green", "blue", "red", "bright_cyan", "bright_magenta")
 FILLS = "█▒░▓#=+:"
 """What tells parts apart where there are no colors."""
+COUNT = "count"
+"""The unit of plain numbers, which is not written."""
 BYTE_UNITS = ("B", "bytes", "byte")
 SECOND_UNITS = ("s", "seconds", "second")
 MAX_LABEL = 28
@@ -40,7 +42,7 @@ def format_quantity(value: float, unit: str) -> str:
         return format_bytes(value)
     if unit in SECOND_UNITS:
         return format_seconds(value)
-    return f"{format_number(value)} {unit}".strip()
+    return f"{format_number(value)} {'' if unit == COUNT else unit}".strip()
 
 
 def format_figure(value: float, unit: str) -> str:

@@ -43,9 +43,7 @@ def schema_problems(card: Card, experiments: bool = True) -> list[str]:
     names = [knob.name for knob in experiment.knobs]
     if len(set(names)) < len(names):
         problems.append("two knobs have the same name")
-    problems += [
-        f"the knob {knob.name} has fewer than two values" for knob in experiment.knobs if len(set(knob.values)) < 2
-    ]
+    problems += [f"the knob {knob.name} has no value" for knob in experiment.knobs if not knob.values]
     problems += [f"the knob {knob.name} has no meaning" for knob in experiment.knobs if not knob.meaning.strip()]
     if experiments:
         problems += experiment_problems(card)

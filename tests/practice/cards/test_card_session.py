@@ -59,7 +59,7 @@ def test_a_review_predicts_runs_shows_and_explains_in_this_order(session):
     text = shown(review)
     parts = ["How many bytes", "size = 8", "is not a prediction", "predicted", "16 B", "exact", "Values", "A note"]
     parts += ["✓ Twice the size is sent.", "16 (doubled) = 16", "refuted", "Answer", "Twice the size.", "Notes"]
-    parts += ["Common mistake", "Sources", "Next review", "Easy: the card is due in 8 days", "1 reviews are saved"]
+    parts += ["Common mistake", "Sources", "Next review", "Easy: the card is due in 8 days", "1 review saved"]
     places = [text.index(part) for part in parts]
     assert places == sorted(places), text
     entry = saved()["fake-double"]["reviews"][0]

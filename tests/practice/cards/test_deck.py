@@ -9,7 +9,7 @@ from fake_cards import CLAIMS, PREDICTED, WRONG
 from meshwright.errors import ConfigError
 from meshwright.practice.cards.card import Relation
 from meshwright.practice.cards.registry import all_cards, collect_cards, find_card, teaching_order
-from meshwright.practice.cards.runner import ExperimentRunner
+from meshwright.practice.cards.runner import ExperimentRunner, RunLimits
 from meshwright.practice.cards.schedule import CARDS_PER_DAY
 from meshwright.practice.cards.verify import find_problems, verify_cards
 
@@ -21,7 +21,7 @@ COVERING_SECONDS = 60.0
 
 @pytest.fixture(scope="module")
 def deck_runner():
-    with ExperimentRunner() as started:
+    with ExperimentRunner(RunLimits(120.0)) as started:  # other tests may use the processors
         yield started
 
 

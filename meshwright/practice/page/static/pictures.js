@@ -16,7 +16,7 @@ export function svg(tag, attributes = {}, ...children) {
 
 /** A value with its unit, as the terminal writes it. */
 export function quantity(value, unit) {
-  if (unit && unit.length > LONG_UNIT) unit = ""; // the title names it
+  if (unit && (unit === "count" || unit.length > LONG_UNIT)) unit = ""; // the title names it
   if (["B", "byte", "bytes"].includes(unit)) return format.bytes(value);
   if (["s", "second", "seconds"].includes(unit)) return format.seconds(value);
   const text = Number.isInteger(value) && Math.abs(value) < 1e15 ? value.toLocaleString("en") : format.number(value);
@@ -32,7 +32,7 @@ function legend(names) {
 /** The figure of a picture, as wide as its container has room. */
 export function drawPicture(picture, width) {
   const unit = picture.unit ?? picture.y_label ?? "";
-  const shown = unit && !picture.title.toLowerCase().includes(unit.toLowerCase()) ? ` (${unit})` : "";
+  const shown = unit && unit !== "count" && !picture.title.toLowerCase().includes(unit.toLowerCase()) ? ` (${unit})` : "";
   const draw = { bars: drawBars, timeline: drawTimeline, "heat map": drawHeatMap, curves: drawCurves }[picture.type];
   return el("figure", { class: "picture" }, el("figcaption", {}, picture.title, el("span", { class: "faint" }, shown)), ...draw(picture, width));
 }
