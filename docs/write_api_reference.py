@@ -1,4 +1,4 @@
-"""Writes docs/api.md, the reference of the public Python API, from signatures and docstrings in the source; torch-free."""
+"""Writes docs/api.md, the reference of the public Python API, from signatures and docstrings, without torch."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ INTRODUCTION = """\
 # Python reference
 
 Look up the public names of the package here: what `import meshwright` offers. The page is written by
-`python docs/write_api_reference.py` from the source. Names are imported on first use, so that `import meshwright` does not
-import torch.
+`python docs/write_api_reference.py` from the source. Names are imported on first use, so that `import meshwright`
+does not import torch.
 
 """
 Definition = ast.FunctionDef | ast.ClassDef
@@ -49,7 +49,8 @@ def summary() -> str:
 def find(module: str, name: str) -> tuple[Definition, str]:
     """The definition of a name and its module, through the imports of the module; nothing is imported."""
     spec = importlib.util.find_spec(module)
-    assert spec is not None and spec.origin is not None, module
+    assert spec is not None, module
+    assert spec.origin is not None, module
     for node in ast.parse(Path(spec.origin).read_text()).body:
         if isinstance(node, Definition) and node.name == name:
             return node, module

@@ -14,8 +14,8 @@ INTRODUCTION = """\
 Look up every command and its options here. `meshwright COMMAND --help` prints the same text; this page is written by
 `python docs/write_command_reference.py` from the parsers in `meshwright/cli/`.
 
-A command whose usage ends with `[--KEY=VALUE ...]` also takes every key of the [config](config.md) as an option, such as
-`--optimizer.lr=3e-4`.
+A command whose usage ends with `[--KEY=VALUE ...]` also takes every key of the [config](config.md) as an option, for
+example `--optimizer.lr=3e-4`.
 
 """
 

@@ -1,4 +1,4 @@
-"""Updates the figures of the pages in docs/ that stand between `run:` or `call:` comments; see docs/hooks/figures.py."""
+"""Updates the figures of the pages in docs/ that stand between comments; see docs/hooks/figures.py."""
 
 from __future__ import annotations
 

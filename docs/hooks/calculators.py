@@ -1,8 +1,8 @@
 """Exports the coefficients of the planner for the calculators of the handbook, as javascripts/calculator-data.js.
 
 The state of a rank is a table by number of ranks. Other figures are affine in what a reader changes: communication in
-micro-batches, activations in tokens. Two evaluations give their coefficients, and others check them, so that a formula of
-the planner that changes its form ends the build.
+micro-batches, activations in tokens. Two evaluations give their coefficients, and others check them, so that a formula
+of the planner that changes its form ends the build.
 """
 
 from __future__ import annotations

@@ -3,11 +3,12 @@
 A figure stands between two comments, so that the page can be read without the site:
 
     A rank sends <!-- call: wire("all_reduce", 4) -->1.5<!-- end --> times the message.
-    The plan takes <!-- run: meshwright plan llama-8b --cluster h100:8x4 --json | plan.seconds | seconds -->12.1 s<!-- end -->.
+    It takes <!-- run: meshwright plan llama-8b --json => plan.seconds => seconds -->12.1 s<!-- end --> per step.
 
-`run:` is a command of Meshwright that prints JSON and the path of a value in it, `call:` a function of `formulas.py` with
-literal arguments; the last part is a format of `FORMATS`. A build replaces the text between the comments, and fails if the
-command fails or if the page in the repository has another figure. `python docs/write_figures.py` updates the pages.
+`run:` is a command of Meshwright that prints JSON, and the path of a value in it; `call:` is a function of
+`formulas.py` with literal arguments; the last part is a format of `FORMATS`. A build replaces the text between the
+comments, and fails if the command fails or if the page in the repository has another figure.
+`python docs/write_figures.py` updates the pages.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ def call_formula(text: str) -> Any:
 @cache
 def figure(kind: str, source: str) -> str:
     """The text of a figure."""
-    parts = [part.strip() for part in source.split(" | ")]
+    parts = [part.strip() for part in source.split(" => ")]
     style = parts.pop() if parts[-1] in FORMATS else ""
     try:
         value = lookup(command_json(parts[0]), parts[1]) if kind == "run" else call_formula(parts[0])

@@ -1,4 +1,4 @@
-"""The formulas that the handbook calls for its figures: each asks the planner, the topology or the config; torch-free."""
+"""The formulas that the handbook calls for its figures; each asks the planner, the topology or the config."""
 
 from __future__ import annotations
 
@@ -86,6 +86,11 @@ def state_bytes(model: str, shard: str, ranks: int, memory_class: str = "total",
     memory = state(model, shard, ranks, accumulation)
     total = memory.parameter + memory.gradient + memory.optimizer
     return total if memory_class == "total" else int(getattr(memory, memory_class))
+
+
+def state_per_parameter(model: str, memory_class: str) -> float:
+    """Bytes per parameter of one memory class without sharding."""
+    return round(state_bytes(model, "none", 1, memory_class) / parameters(model), 3)
 
 
 def state_table(model: str, ranks: int) -> str:
@@ -216,8 +221,9 @@ def checkpoint_interval(stall: float, time_between_failures: float) -> float:
     return math.sqrt(2 * stall * time_between_failures)
 
 
-def lost_share(stall: float, time_between_failures: float, interval: float, restart: float) -> float:
-    """The share of time that is lost to saving, to repeated steps and to restarts, for one checkpoint interval."""
+def lost_share(stall: float, time_between_failures: float, restart: float) -> float:
+    """The share of time that is lost to saving, to repeated steps and to restarts, with the interval of Young."""
+    interval = checkpoint_interval(stall, time_between_failures)
     return stall / interval + (interval / 2 + restart) / time_between_failures
 
 
@@ -240,6 +246,11 @@ def fp16(value: float) -> str:
     """A number after rounding to float16."""
     with numpy.errstate(over="ignore"):
         return f"{numpy.float16(value):.6g}"
+
+
+def fp16_max() -> str:
+    """The largest float16 number."""
+    return f"{float(numpy.finfo(numpy.float16).max):.0f}"
 
 
 def bf16(value: float) -> str:
@@ -276,10 +287,10 @@ def ladder_table(model: str, cluster: str) -> str:
 FORMULAS = {
     function.__name__: function
     for function in (
-        step_seconds, exposed_seconds, peak, parameters, active_parameters, state_bytes, state_table, volume, volume_table,
-        wire, wire_table, collective_time, bubble, bubble_table, in_flight, in_flight_list, block_bytes, global_batch,
-        segments_peak, best_segments, amdahl, checkpoint_interval, lost_share, padded_samples, mean_of_means, token_mean,
-        fp16, bf16, adam_difference, ladder_table,
+        step_seconds, exposed_seconds, peak, parameters, active_parameters, state_bytes, state_table, volume,
+        volume_table, wire, wire_table, collective_time, bubble, bubble_table, in_flight, in_flight_list, block_bytes,
+        global_batch, segments_peak, best_segments, amdahl, checkpoint_interval, lost_share, padded_samples,
+        mean_of_means, token_mean, fp16, fp16_max, bf16, state_per_parameter, adam_difference, ladder_table,
     )
 }  # fmt: skip
 """Name -> what `call:` markers of the handbook may call."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import posixpath
 import re
 from pathlib import Path
+from typing import Any
 
 from mkdocs.config.defaults import MkDocsConfig
 from mkdocs.structure.files import File, Files
@@ -36,7 +37,7 @@ def from_root(text: str) -> str:
     )
 
 
-def on_page_markdown(markdown: str, page: Page, config: MkDocsConfig, files: Files) -> str:
+def on_page_markdown(markdown: str, page: Page, **_settings: Any) -> str:
     """Points links that leave docs/ to the page or the file of the site."""
     folder = posixpath.dirname(page.file.src_uri)
 
