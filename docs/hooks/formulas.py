@@ -183,8 +183,8 @@ def in_flight_list(schedule: str, ranks: int, micro_batches: int) -> str:
 
 def block_bytes(model: str, mode: str = "none", *overrides: str) -> float:
     """Activation bytes that one block saves for backward, for one micro-batch on an H100."""
-    one_rank = ("layout.replicate=1", "batch.micro=1", "batch.global=1")
-    planned_job = job(model, "h100", f"activation_checkpoint.mode={mode}", *one_rank, *overrides)
+    single = ("layout.replicate=1", "batch.micro=1", "batch.global=1")
+    planned_job = job(model, "h100", f"activation_checkpoint.mode={mode}", *single, *overrides)
     assert planned_job.run_config is not None
     architecture = model_architecture(planned_job.run_config.model, model)
     return float(block_activations(architecture, activation_settings(planned_job), bool(architecture.experts)).saved)

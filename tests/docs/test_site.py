@@ -16,6 +16,8 @@ sys.path.insert(0, str(DOCS / "hooks"))
 import figures  # noqa: E402
 import own_assets  # noqa: E402
 
+from meshwright.config.reference import describe_config  # noqa: E402
+
 HANDBOOK = sorted((DOCS / "handbook").glob("*.md"))
 QUANTITY = re.compile(
     r"(?<![\w.:-])\d[\d,]*(\.\d+)?\s?(%|[KMGT]i?B\b|ms\b|µs\b|GB/s|TFLOP)|(?<![\w.:/-])\d+\.\d+(?![\w.])"
@@ -45,6 +47,21 @@ def test_figures_of_a_page_are_what_their_commands_print(path):
 def test_every_number_of_the_handbook_is_a_figure(path):
     text = without_figures(path.read_text())
     assert not [match[0] for match in QUANTITY.finditer(text)]
+
+
+@pytest.mark.parametrize("folder", ["handbook", "tutorials"])
+def test_settings_that_pages_name_exist(folder):
+    sections = {section.name: {key.key for key in section.keys} for section in describe_config()}
+    named = {
+        (path.name, name)
+        for path in (DOCS / folder).glob("*.md")
+        for name in re.findall(
+            r"(?<![\w./-])([a-z_]+\.[a-z_]+)\b(?!\()", " ".join(re.findall(r"`[^`\n]+`", path.read_text()))
+        )
+        if name.partition(".")[0] in sections
+    }
+    assert len(named) > 2
+    assert not [(page, name) for page, name in named if name not in sections[name.partition(".")[0]]]
 
 
 def test_a_figure_that_fails_is_an_error():
