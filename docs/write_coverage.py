@@ -16,6 +16,10 @@ DOCS = Path(__file__).parent
 HANDBOOK = DOCS / "handbook"
 ITEMS = 156
 INTRODUCTION = """\
+---
+hide: [navigation, toc]
+---
+
 # Coverage
 
 The handbook makes {count} numbered claims, and each is made real by something that runs or can be read: a chapter

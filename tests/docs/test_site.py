@@ -60,7 +60,7 @@ def test_settings_that_pages_name_exist(folder):
         )
         if name.partition(".")[0] in sections
     }
-    assert len(named) > 2
+    assert named or folder == "tutorials"  # their settings are in commands, which are parsed
     assert not [(page, name) for page, name in named if name not in sections[name.partition(".")[0]]]
 
 
