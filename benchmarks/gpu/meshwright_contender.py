@@ -103,12 +103,13 @@ class MeshwrightLoop:
         return self.training.recorder.loss or 0.0
 
     def details(self) -> dict[str, Any]:
-        """The share of fetch and copy in a step, and what the planner predicts for this run."""
+        """The share of fetch and copy in a step, what the run chose by measurement, and what the planner predicts."""
         self.training.recorder.flush()
-        phases = [phases_of(line) for line in self.training.job.folder.events(0).read_text().splitlines()]
-        steps = [row for row in phases if row][WARMUP:]
+        records = [json.loads(line) for line in self.training.job.folder.events(0).read_text().splitlines()]
+        steps = [record["phases"] for record in records if record["kind"] == "step"][WARMUP:]
         loading, total = (sum(sum(row[p] for p in names) for row in steps) for names in (LOADING, STEP_PHASES))
         result: dict[str, Any] = {"fetch_and_copy_share": round(loading / total, 5)} if total else {}
+        result |= {"choices": record["summary"] for record in records if record["kind"] == "choices"}
         if self.config is not None and self.device.type == "cuda":
             result["predicted"] = predict(self.config, torch.cuda.get_device_name())
         return result
@@ -122,12 +123,6 @@ class MeshwrightLoop:
 
 
 LOADING = ("fetch", "copy")
-
-
-def phases_of(line: str) -> dict[str, float]:
-    """The seconds of each phase in the record of a step; nothing for other records."""
-    record = json.loads(line)
-    return record["phases"] if record["kind"] == "step" else {}
 
 
 def predict(config: RunConfig, device: str) -> dict[str, float] | None:
