@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.gpu import ceilings, checkpoint_row, numerics, start_row
 from benchmarks.gpu.rows import PAIRS
-from benchmarks.gpu.session import TURN_SECONDS, Session, report
+from benchmarks.gpu.session import TURN_SECONDS, Session, predict_again, report
 from benchmarks.gpu.shapes import SHAPES, Shape, tiny
 from benchmarks.gpu.speed_page import write_page
 
@@ -53,7 +53,17 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--profile", action="store_true", help="list the kernels of a step of both sides of each pair")
     parser.add_argument("--add", action="store_true", help="keep the rows of FILE that are not measured again")
     parser.add_argument("--write-docs", action="store_true", help="write the tables of docs/speed.md from the result")
+    parser.add_argument(
+        "--tables",
+        type=Path,
+        metavar="FILE",
+        help="measure nothing: write the tables of docs/speed.md from this result, with predictions of today's planner",
+    )
     args = parser.parse_args(arguments)
+    if args.tables is not None:
+        result = json.loads(args.tables.read_text())
+        predict_again(result)
+        return write_page(result)
     if args.add and args.json is None:
         parser.error("--add needs --json FILE")
     models = args.models.split(",")
@@ -102,7 +112,7 @@ def run_rows(session: Session, models: list[str], rows: dict[str, set[str]], cei
             session.measure("numerics", model, 15.0, [], partial(numerics.check, shape, session.device))
         for row in PAIRS:
             if row.name in wanted and model in row.models:
-                estimate = row.setup_seconds + session.rounds * 2 * TURN_SECONDS
+                estimate = row.setup_seconds + row.rounds(session.rounds) * 2 * TURN_SECONDS
                 session.measure(
                     row.name, model, estimate, row.missing(session.device), partial(session.pair, row, shape)
                 )
