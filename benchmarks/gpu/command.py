@@ -50,7 +50,9 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--quick", action="store_true", help="one round, a quarter of the steps, and a short ceiling")
     parser.add_argument("--tiny", action="store_true", help="tiny models on the CPU: runs the code, measures nothing")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to this file after every row")
-    parser.add_argument("--profile", action="store_true", help="list the kernels of a step of both sides of each pair")
+    parser.add_argument(
+        "--profile", default="", metavar="ROWS", help="list the kernels of a step of both sides of rows"
+    )
     parser.add_argument("--add", action="store_true", help="keep the rows of FILE that are not measured again")
     parser.add_argument("--write-docs", action="store_true", help="write the tables of docs/speed.md from the result")
     parser.add_argument(
@@ -84,7 +86,7 @@ def main(arguments: list[str]) -> None:
     earlier = json.loads(args.json.read_text()) if args.add and args.json.exists() else {}
     adapt = tiny if args.tiny else with_few_steps if args.quick else with_all_steps
     session = Session(device, rounds, args.budget, args.json, earlier, about(device), adapt)
-    session.profiles = args.profile
+    session.profiles = set(args.profile.split(","))
     run_rows(session, models, rows, 0.1 if args.tiny else 2.0 if args.quick else 4.0)
     print(json.dumps(session.result, indent=1))
     if args.write_docs:

@@ -42,8 +42,8 @@ class Session:
         self.begin, self.budget = time.monotonic(), budget
         self.result: dict[str, Any] = earlier | about | {"rows": earlier.get("rows", []), "skipped": []}
         self.default: tuple[Shape, Entrant] | None = None
-        self.profiles = False
-        """whether the kernels of a step of both sides are listed"""
+        self.profiles: set[str] = set()
+        """the rows of which the kernels of a step of both sides are listed"""
 
     def measure(
         self, name: str, model: str, seconds: float, missing: list[str], run: Callable[[], dict[str, Any]]
@@ -96,7 +96,7 @@ class Session:
                     free_memory(self.device)
             ratio = ratios(first.turns[since[0] :], second.turns[since[1] :])
             results = first.result(since[0]), second.result(since[1])
-            if self.profiles:
+            if row.name in self.profiles:
                 for result, entrant in zip(results, (first, second), strict=True):
                     result |= profile_step(entrant)
         return self.compare(row, shape, ratio, *results)

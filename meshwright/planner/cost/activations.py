@@ -12,7 +12,7 @@ backward:
 | inputs of matmuls | T W e for q k v, and for gate and up; under autocast a copy for every matmul | one each |
 | queries, keys, values, output | T (2 H + 2 K) D e / t, and T H r / t of logsumexp | the same |
 | norms of queries and keys | T (H + K) (D (e + 4) + 4) / t | T (H + K) (D e + 4) / t |
-| output in token layout | T H D e / t on CPU and with ring attention | none |
+| output in token layout | T H D e / t with ring attention, and on CPU with latent attention | none |
 | scores, without flash attention | T S H e / t; with dropout 2 e + 1 instead of e | the same |
 | gated feed-forward | 4 T F e / t: gate, up, activation and their product | 3 T F e / t |
 | plain feed-forward | 2 T F e / t | the same |
@@ -253,7 +253,8 @@ def attention_activations(model: Architecture, settings: ActivationSettings) -> 
         mla = model.latent_attention
         queries, values = model.heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim), model.heads * mla.v_head_dim
         keys, latent = queries + values, 2 * (mla.q_lora_rank + mla.kv_lora_rank) + mla.qk_rope_head_dim
-    token_layout = values if settings.on_cpu or (ring and not trainer.fused_kernels) else 0
+    copies_output = (ring and not trainer.fused_kernels) or (settings.on_cpu and model.latent_attention is not None)
+    token_layout = values if copies_output else 0
     logsumexp = tokens * model.heads * settings.reduction_bytes if trainer.flash_attention else 0.0
     qkvo = tokens * (queries + keys + values) * e + logsumexp
     scores = 0.0
