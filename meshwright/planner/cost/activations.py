@@ -41,6 +41,7 @@ from typing import Any
 from meshwright.config.dtypes import COMPUTE_BYTES
 from meshwright.models.architecture import Architecture
 from meshwright.planner.workload.trainer_profile import TrainerProfile
+from meshwright.planner.workload.trainer_profiles import LOSS_CHUNK_TOKENS
 from meshwright.topology.layout import Layout
 
 ACTIVATION_BYTES = {**COMPUTE_BYTES, "fp8": 2, "fp4": 2}
@@ -371,7 +372,9 @@ def _(model: Architecture, settings: ActivationSettings) -> HeadActivations:
         # Forward computes the gradients of the hidden states, in place of what it would save, and of the weight.
         hidden = settings.tokens * model.width * settings.compute_bytes
         weight = model.vocab * model.width / settings.layout.tensor
-        chunk = min(settings.trainer.loss_chunk_bytes, logits * settings.compute_bytes)
+        most = settings.trainer.loss_chunk_bytes / (1 if settings.activation_checkpoint == "none" else 2)
+        share = min(1.0, LOSS_CHUNK_TOKENS / settings.tokens)
+        chunk = min(most, share * logits * settings.compute_bytes)
         saved = residual + norm_activations(model, settings) + hidden
         gradient, scaled = weight * settings.reduction_bytes, weight * settings.compute_bytes
         return HeadActivations(saved, gradient, chunk + hidden, scaled, 0, 2 * residual)
