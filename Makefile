@@ -7,7 +7,7 @@ export OMP_NUM_THREADS := 1
 # Two test processes, whole files each: many tests wait for a timeout or for ranks to start. PYTEST_ARGS adds options.
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --package-durations $(PYTEST_ARGS)
 
-.PHONY: venv train prove check test test-all test-engines test-wheel fuzz bench clean
+.PHONY: venv train prove check docs test test-all test-engines test-wheel fuzz bench clean
 
 venv: .venv/.run
 
@@ -18,6 +18,10 @@ venv: .venv/.run
 
 .venv/.dev: .venv/.run
 	@$(PIP) --editable '.[check,test]'
+	@touch $@
+
+.venv/.docs: .venv/.run
+	@$(PIP) --editable '.[docs]'
 	@touch $@
 
 .venv/.engines: .venv/.dev
@@ -41,6 +45,10 @@ check: .venv/.dev
 	$(BIN)/lint-imports --no-logo
 	$(BIN)/python -m pytest tests/repository -k "file or package or class or retired or version"
 
+# The site, in site/. A broken link, a stale figure or an asset of another server is an error.
+docs: .venv/.docs
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
+
 test: .venv/.dev
 	$(PYTEST) -m "not long and not engines"
 
@@ -63,4 +71,4 @@ bench: .venv/.bench
 	$(BIN)/python -m benchmarks
 
 clean:
-	rm -rf .venv runs
+	rm -rf .venv runs site

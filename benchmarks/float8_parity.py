@@ -1,6 +1,6 @@
 """Loss parity of float8: the losses of float8 runs against the spread of bf16 runs with the same seeds, on real text.
 
-    python -m benchmarks.float8_parity [--steps N] [--seeds N] [--float8-seeds N] [--small]
+    python -m benchmarks.float8_parity [--steps N] [--seeds N] [--float8-seeds N] [--lr LR] [--small]
 
 The text is the source code of the Python standard library, whose bytes are the tokens. The final loss of a run is the
 mean over its last 20 steps. One JSON object goes to standard output.
@@ -36,7 +36,6 @@ SETTINGS = (
     "checkpoint.mode=off",
     "model.family=llama",
     "model.vocab=256",
-    "optimizer.lr=1e-3",
     "schedule.warmup=30",
 )
 MODEL = ("model.width=768", "model.layers=12", "model.heads=12", "model.kv_heads=4", "model.ffn=2048")
@@ -49,20 +48,25 @@ SMALL_BATCH = ("batch.global=4", "data.sequence=64")
 
 
 def parity(
-    steps: int = 300, seeds: Sequence[int] = (0, 1, 2), float8_seeds: Sequence[int] = (0, 1, 2), small: bool = False
+    steps: int = 300,
+    seeds: Sequence[int] = (0, 1, 2),
+    float8_seeds: Sequence[int] = (0, 1, 2),
+    small: bool = False,
+    lr: float = 1e-3,
 ) -> dict[str, Any]:
     """The final losses of both precisions, and whether the mean of float8 is inside the spread of bf16."""
     finals: dict[str, dict[int, float]] = {"float8": {}, "bf16": {}}
     for name, of_precision in (("float8", float8_seeds), ("bf16", seeds)):
         for seed in of_precision:
             start = time.monotonic()
-            losses = train_losses(steps, seed, name == "float8", small)
+            losses = train_losses(steps, seed, name == "float8", small, lr)
             finals[name][seed] = final = round(fmean(losses[-LAST_STEPS:]), 5)
             print(f"{name} seed {seed}: final loss {final:.5f} ({time.monotonic() - start:.1f} s)", file=sys.stderr)
     bf16, float8 = finals["bf16"], finals["float8"]
     lowest, highest, mean = min(bf16.values()), max(bf16.values()), round(fmean(float8.values()), 5)
     return {
         "steps": steps,
+        "lr": lr,
         "final_losses": finals,
         "bf16_spread": [lowest, highest],
         "float8_mean": mean,
@@ -71,13 +75,13 @@ def parity(
     }
 
 
-def train_losses(steps: int, seed: int, float8: bool, small: bool) -> list[float]:
+def train_losses(steps: int, seed: int, float8: bool, small: bool, lr: float) -> list[float]:
     """The loss of every step of one run through the trainer."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     shape = (*SMALL_MODEL, *SMALL_BATCH) if small else (*MODEL, *BATCH)
-    own = (f"steps={steps}", f"seed={seed}", f"precision.float8={str(float8).lower()}", f"launch.device={device.type}")
+    own = (f"steps={steps}", f"seed={seed}", f"precision.float8={str(float8).lower()}", f"optimizer.lr={lr}")
     chosen = ON_CUDA if device.type == "cuda" else ()
-    config = load_config(overrides=[*SETTINGS, *shape, *own, *chosen], ranks=1)
+    config = load_config(overrides=[*SETTINGS, *shape, *own, f"launch.device={device.type}", *chosen], ranks=1)
     with tempfile.TemporaryDirectory(prefix="meshwright-bench-") as folder:
         (run := Path(folder, "run")).mkdir()
         job = make_job(config, RunFolder(run))
@@ -98,9 +102,10 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, default=3, help="runs in bf16")
     parser.add_argument("--float8-seeds", type=int, default=3, help="runs in float8, with the first of these seeds")
+    parser.add_argument("--lr", type=float, default=1e-3, help="peak learning rate")
     parser.add_argument("--small", action="store_true", help="a model and a batch for a CPU")
     args = parser.parse_args()
-    print(json.dumps(parity(args.steps, range(args.seeds), range(args.float8_seeds), args.small)))
+    print(json.dumps(parity(args.steps, range(args.seeds), range(args.float8_seeds), args.small, args.lr)))
 
 
 if __name__ == "__main__":

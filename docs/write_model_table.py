@@ -24,6 +24,7 @@ from torch import nn
 
 from meshwright import train
 from meshwright.config import BatchConfig, ContextConfig, EvalConfig, LaunchConfig, LayoutConfig, RunConfig
+from meshwright.config.device_defaults import with_device_defaults
 from meshwright.errors import ConfigError
 from meshwright.launch.user_code.make_custom_model import open_user_code
 from meshwright.launch.user_code.user_code import UserCode
@@ -158,7 +159,7 @@ MODELS: dict[str, Callable[[], UserCode]] = {
 
 
 def config_for(layout: LayoutConfig) -> RunConfig:
-    return RunConfig(
+    config = RunConfig(
         steps=3,
         layout=layout,
         batch=BatchConfig(global_=8, micro=2),
@@ -166,6 +167,7 @@ def config_for(layout: LayoutConfig) -> RunConfig:
         eval=EvalConfig(every=2, holdout=0.2, samples=4),
         launch=LaunchConfig(device="cpu", collective_timeout=60.0),
     )
+    return with_device_defaults(config, "cpu", own_model=True)
 
 
 def prove_layout(user: UserCode, layout: LayoutConfig) -> str:

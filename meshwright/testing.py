@@ -2,8 +2,8 @@
 
 The ranks are forked from the test's process, so starting them takes milliseconds and the function may be a closure:
 
-def test_all_reduce():
-    assert run_ranks(lambda world: int(world.all_reduce(torch.ones(())).wait()), 4) == [4, 4, 4, 4]
+    def test_all_reduce():
+        assert run_ranks(lambda world: int(world.all_reduce(torch.ones(())).wait()), 4) == [4, 4, 4, 4]
 """
 
 from meshwright.launch.ranks import run_ranks

@@ -22,7 +22,7 @@ import torch
 
 from benchmarks.gpu import ceilings, checkpoint_row, numerics, start_row
 from benchmarks.gpu.rows import PAIRS
-from benchmarks.gpu.session import TURN_SECONDS, Session, report
+from benchmarks.gpu.session import TURN_SECONDS, Session, predict_again, report
 from benchmarks.gpu.shapes import SHAPES, Shape, tiny
 from benchmarks.gpu.speed_page import write_page
 
@@ -50,10 +50,22 @@ def main(arguments: list[str]) -> None:
     parser.add_argument("--quick", action="store_true", help="one round, a quarter of the steps, and a short ceiling")
     parser.add_argument("--tiny", action="store_true", help="tiny models on the CPU: runs the code, measures nothing")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the result to this file after every row")
-    parser.add_argument("--profile", action="store_true", help="list the kernels of a step of both sides of each pair")
+    parser.add_argument(
+        "--profile", default="", metavar="ROWS", help="list the kernels of a step of both sides of rows"
+    )
     parser.add_argument("--add", action="store_true", help="keep the rows of FILE that are not measured again")
     parser.add_argument("--write-docs", action="store_true", help="write the tables of docs/speed.md from the result")
+    parser.add_argument(
+        "--tables",
+        type=Path,
+        metavar="FILE",
+        help="measure nothing: write the tables of docs/speed.md from this result, with predictions of today's planner",
+    )
     args = parser.parse_args(arguments)
+    if args.tables is not None:
+        result = json.loads(args.tables.read_text())
+        predict_again(result)
+        return write_page(result)
     if args.add and args.json is None:
         parser.error("--add needs --json FILE")
     models = args.models.split(",")
@@ -74,7 +86,7 @@ def main(arguments: list[str]) -> None:
     earlier = json.loads(args.json.read_text()) if args.add and args.json.exists() else {}
     adapt = tiny if args.tiny else with_few_steps if args.quick else with_all_steps
     session = Session(device, rounds, args.budget, args.json, earlier, about(device), adapt)
-    session.profiles = args.profile
+    session.profiles = set(args.profile.split(","))
     run_rows(session, models, rows, 0.1 if args.tiny else 2.0 if args.quick else 4.0)
     print(json.dumps(session.result, indent=1))
     if args.write_docs:
@@ -102,7 +114,7 @@ def run_rows(session: Session, models: list[str], rows: dict[str, set[str]], cei
             session.measure("numerics", model, 15.0, [], partial(numerics.check, shape, session.device))
         for row in PAIRS:
             if row.name in wanted and model in row.models:
-                estimate = row.setup_seconds + session.rounds * 2 * TURN_SECONDS
+                estimate = row.setup_seconds + row.rounds(session.rounds) * 2 * TURN_SECONDS
                 session.measure(
                     row.name, model, estimate, row.missing(session.device), partial(session.pair, row, shape)
                 )

@@ -21,6 +21,7 @@ from benchmarks.gpu.timing import WARMUP
 from benchmarks.gpu.token_batches import TokenSamples, write_token_file
 from benchmarks.gpu.transformers_contenders import build_transformers_model
 from meshwright.config import RunConfig, load_config
+from meshwright.config.device_defaults import with_device_defaults
 from meshwright.launch.job import make_job
 from meshwright.launch.user_code.user_code import NO_USER_CODE, UserCode
 from meshwright.parallel.mesh import Meshes, init_mesh
@@ -89,7 +90,6 @@ class MeshwrightLoop:
             if transformers:  # the trainer trains a copy, and the user's own model need not be on the device
                 user.model.to_empty(device="meta")
             self.device, self.resources = device, resources.pop_all()
-            self.config = job.config if user is NO_USER_CODE else None
 
     def step(self) -> None:
         """What the loop of `train_rank` does in every step."""
@@ -103,15 +103,14 @@ class MeshwrightLoop:
         return self.training.recorder.loss or 0.0
 
     def details(self) -> dict[str, Any]:
-        """The share of fetch and copy in a step, and what the planner predicts for this run."""
+        """The share of fetch and copy in a step, and what the run chose by measurement."""
         self.training.recorder.flush()
-        phases = [phases_of(line) for line in self.training.job.folder.events(0).read_text().splitlines()]
-        steps = [row for row in phases if row][WARMUP:]
+        records = [json.loads(line) for line in self.training.job.folder.events(0).read_text().splitlines()]
+        steps = [record["phases"] for record in records if record["kind"] == "step"][WARMUP:]
         loading, total = (sum(sum(row[p] for p in names) for row in steps) for names in (LOADING, STEP_PHASES))
         result: dict[str, Any] = {"fetch_and_copy_share": round(loading / total, 5)} if total else {}
-        if self.config is not None and self.device.type == "cuda":
-            result["predicted"] = predict(self.config, torch.cuda.get_device_name())
-        return result
+        choices = [record["summary"] for record in records if record["kind"] == "choices"]
+        return result | ({"choices": choices[-1]} if choices else {})
 
     def close(self) -> None:
         self.training.saver.close()
@@ -124,18 +123,13 @@ class MeshwrightLoop:
 LOADING = ("fetch", "copy")
 
 
-def phases_of(line: str) -> dict[str, float]:
-    """The seconds of each phase in the record of a step; nothing for other records."""
-    record = json.loads(line)
-    return record["phases"] if record["kind"] == "step" else {}
-
-
-def predict(config: RunConfig, device: str) -> dict[str, float] | None:
-    """The step time and the peak memory that the planner predicts; None for a GPU that it does not know."""
+def predict(shape: Shape, settings: Sequence[str], device: str) -> dict[str, float] | None:
+    """The step time and the peak memory that the planner predicts on a GPU; None for one that it does not know."""
     node = next((name for name in NODE_TYPES if name.upper() in device.upper()), None)
     if node is None:
         return None
-    record = predict_run(config, 0, device, f"{node}:1").record
+    config = run_config(shape, torch.device("cuda"), (Path("tokens"), "uint32"), settings)
+    record = predict_run(with_device_defaults(config, "cuda"), 0, device, f"{node}:1").record
     return {"step_ms": round(record["seconds"] * 1e3, 3), "peak_gib": round(record["memory"]["tensors"] / 2**30, 3)}
 
 

@@ -15,10 +15,10 @@ from typing import Any
 import torch
 
 from benchmarks.gpu.kernel_profile import profile_step
-from benchmarks.gpu.meshwright_contender import MeshwrightLoop
-from benchmarks.gpu.rows import PairRow, Side
-from benchmarks.gpu.shapes import Shape
-from benchmarks.gpu.timing import Entrant, free_memory, ratios
+from benchmarks.gpu.meshwright_contender import MeshwrightLoop, predict
+from benchmarks.gpu.rows import PAIRS, PairRow, Side
+from benchmarks.gpu.shapes import SHAPES, Shape
+from benchmarks.gpu.timing import Entrant, Turn, free_memory, ratios
 
 TURN_SECONDS = 4.0
 """About how long a turn takes on an H200, for `--budget`."""
@@ -42,8 +42,8 @@ class Session:
         self.begin, self.budget = time.monotonic(), budget
         self.result: dict[str, Any] = earlier | about | {"rows": earlier.get("rows", []), "skipped": []}
         self.default: tuple[Shape, Entrant] | None = None
-        self.profiles = False
-        """whether the kernels of a step of both sides are listed"""
+        self.profiles: set[str] = set()
+        """the rows of which the kernels of a step of both sides are listed"""
 
     def measure(
         self, name: str, model: str, seconds: float, missing: list[str], run: Callable[[], dict[str, Any]]
@@ -84,23 +84,53 @@ class Session:
         """Two contenders in turns: first, second, first, second."""
         # Meshwright by default is built first and stays; what is built last leaves first, as signal handlers require.
         order = sorted((row.first, row.second), key=lambda side: side.make is not None)
+        if shape.name in row.apart:
+            return self.compare(row, shape, *self.take_turns_apart(row, shape))
         with ExitStack() as stack:
             entrants = {side.title: self.enter(side, shape, stack) for side in order}
             first, second = entrants[row.first.title], entrants[row.second.title]
             since = len(first.turns), len(second.turns)
-            for _ in range(self.rounds):
+            for _ in range(row.rounds(self.rounds)):
                 for entrant in (first, second):
                     entrant.run_turn(shape.steps)
                     free_memory(self.device)
             ratio = ratios(first.turns[since[0] :], second.turns[since[1] :])
             results = first.result(since[0]), second.result(since[1])
-            profiles = [profile_step(entrant) for entrant in (first, second)] if self.profiles else [{}, {}]
+            if row.name in self.profiles:
+                for result, entrant in zip(results, (first, second), strict=True):
+                    result |= profile_step(entrant)
+        return self.compare(row, shape, ratio, *results)
+
+    def take_turns_apart(self, row: PairRow, shape: Shape) -> tuple[dict[str, Any], dict[str, Any], dict[str, Any]]:
+        """Both sides in turns, each built anew for its turn: memory has no room for both."""
+        turns: tuple[list[Turn], list[Turn]] = [], []
+        results: list[dict[str, Any]] = [{}, {}]
+        self.leave_default()
+        for _ in range(row.rounds(self.rounds)):
+            for index, side in enumerate((row.first, row.second)):
+                with ExitStack() as stack:
+                    entrant = self.enter(side, shape, stack)
+                    entrant.turns[:] = turns[index]
+                    entrant.run_turn(shape.steps)
+                    turns[index][:] = entrant.turns
+                    results[index] = entrant.result()
+                self.leave_default()
+        return ratios(*turns), results[0], results[1]
+
+    def compare(
+        self, row: PairRow, shape: Shape, ratio: dict[str, Any], first: dict[str, Any], second: dict[str, Any]
+    ) -> dict[str, Any]:
+        """The record of a row from the figures of both sides, with predictions and targets."""
+        results = first, second
         if row.by_utilization and results[1]["tflops"]:
             ratio = {"median": round(results[0]["tflops"] / results[1]["tflops"], 4)}
         memory = round(results[0]["peak_gib"] / results[1]["peak_gib"], 4) if results[1]["peak_gib"] else None
+        device = torch.cuda.get_device_name() if self.device.type == "cuda" else "cpu"
+        predicted = [predictions(side, shape, device) for side in (row.first, row.second)]
         return {
-            "first": {"title": row.first.title, **results[0], **profiles[0]},
-            "second": {"title": row.second.title, **results[1], **profiles[1]},
+            "rounds": row.rounds(self.rounds),
+            "first": {"title": row.first.title, **results[0], **predicted[0]},
+            "second": {"title": row.second.title, **results[1], **predicted[1]},
             "ratio": ratio,
             "memory_ratio": memory,
             "targets": [*targets(row, shape.name, ratio["median"], memory), *self.targets_to(row, shape.name, ratio)],
@@ -135,6 +165,22 @@ class Session:
             self.default[1].leave()
             self.default = None
             torch._dynamo.reset()
+
+
+def predictions(side: Side, shape: Shape, device: str) -> dict[str, Any]:
+    """What the planner predicts for a side, if it knows the run and the device."""
+    if side.settings is None or (found := predict(side.shape or shape, side.settings, device)) is None:
+        return {}
+    return {"predicted": found}
+
+
+def predict_again(result: dict[str, Any]) -> None:
+    """Replaces the predictions of a stored result by those of the planner as it is now."""
+    pairs = {row.name: row for row in PAIRS}
+    for row in result["rows"]:
+        for key in ("first", "second") if row["row"] in pairs and "ratio" in row else ():
+            row[key].pop("predicted", None)
+            row[key] |= predictions(getattr(pairs[row["row"]], key), SHAPES[row["model"]], result["device"])
 
 
 def targets(row: PairRow, model: str, speed: float, memory: float | None) -> list[dict[str, Any]]:

@@ -193,15 +193,16 @@ def tp_plan(config: ModelConfig, variant: DecoderVariant) -> Mapping[str, str]:
 
 
 def block_cost(config: ModelConfig, variant: DecoderVariant) -> ModuleCost:
-    """Attention saves the inputs of its norm and matmuls, queries, keys, values, the output twice and its logsumexp;
-    norms of queries and keys save as every norm does; a feed-forward saves gate, up, activation and product per inner
-    unit.
+    """Attention saves the inputs of its norm and matmuls, queries, keys, values, the output and its logsumexp; in a
+    window, the output by heads and by tokens. Norms of queries and keys save as every norm does; a feed-forward saves
+    gate, up, activation and product per inner unit.
     """
     width, q_width, kv_width = config.width, config.heads * variant.head_size, config.kv_heads * variant.head_size
     projections, experts = 2 * width * (q_width + kv_width), config.experts_active + config.experts_shared
     feed_forward = 3 * width * config.ffn * (experts if config.experts else 1)
     flops = Cost(per_token=2 * (projections + feed_forward + width * config.experts), per_pair=4 * q_width)
-    attention = 2 * width + 1 + width + 3 * q_width + 2 * kv_width + config.heads
+    outputs = 1 if variant.window is None else 2
+    attention = 2 * width + 1 + width + (1 + outputs) * q_width + 2 * kv_width + config.heads
     if variant.qk_norm:
         attention += 2 * (q_width + kv_width) + config.heads + config.kv_heads
     if not config.experts:

@@ -17,12 +17,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from meshwright.config import OptimizerConfig
+from meshwright.kernels.gradient_norm import square_sum
 from meshwright.parallel.local_shard import LocalShard, local_shard, local_tensor
 from meshwright.parallel.world import World
 from meshwright.topology.layout import Layout
 from meshwright.topology.matrix_owners import OPTIMIZER_AXIS
 from meshwright.topology.optimizer_state import ParameterSettings
-from meshwright.torch_private import foreach_copy_, foreach_mul_, foreach_norm, foreach_zero_
+from meshwright.torch_private import foreach_copy_, foreach_mul_, foreach_zero_
 
 
 @dataclass(frozen=True, eq=False)
@@ -180,13 +181,11 @@ class Optimizer:
         has_gradient = bytes(p.grad is not None for p in self.parameters)
         # The hash is 0 where every parameter has a gradient, because pipeline stages differ in their parameters.
         self.used_parameters = 0 if all(has_gradient) else zlib.crc32(has_gradient)
-        if not self.sharded:
-            return total_norm([gradient for gradient, _ in gradients], self.dtype)
-        counted = [gradient for gradient, counts in gradients if counts]
-        square = torch.zeros((), dtype=torch.float64, device=self.world.device)
-        if counted:
-            square += torch.stack(foreach_norm(counted, dtype=self.dtype)).double().square().sum()
-        return self.world.all_reduce(square, "gradient norm").wait().sqrt().to(self.dtype)
+        counted = [gradient for gradient, counts in gradients if counts or not self.sharded]
+        square = square_sum(counted, self.dtype).to(self.world.device)
+        if self.sharded:
+            square = self.world.all_reduce(square, "gradient norm").wait()
+        return square.sqrt().to(self.dtype)
 
     def update(self, lr: float, norm: Tensor, scale: Tensor, finite: Tensor) -> None:
         """Updates the parameters once. `norm` is that of the unscaled gradient; the stored one is `scale` times it."""
@@ -233,11 +232,3 @@ def local_parameter(parameter: Tensor, shard: LocalShard, offload: bool) -> nn.P
     local = nn.Parameter(shard.local)
     local.grad_dtype = None  # the gradient of a master weight may be in the dtype of the weight
     return local
-
-
-def total_norm(tensors: list[Tensor], dtype: torch.dtype) -> Tensor:
-    """The norm of all elements of some tensors, summed in a dtype."""
-    if not tensors:
-        return torch.zeros((), dtype=dtype)
-    norm: Tensor = torch.linalg.vector_norm(torch.stack(foreach_norm(tensors, dtype=dtype)))
-    return norm

@@ -118,7 +118,7 @@ class AxisOrder:
     def __call__(self, model: nn.Module, spec: ParallelSpec) -> ParallelModel:
         config, meshes = self.config, self.meshes
         if config.kernels.loss == "fused":
-            use_fused_loss(model)
+            use_fused_loss(model, saves_memory=config.activation_checkpoint.mode != "none")
         if config.precision.float8:
             require_float8(self.world.device)
             apply_float8(model, spec, self.layout.tensor)

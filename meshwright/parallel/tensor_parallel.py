@@ -163,7 +163,9 @@ class VocabParallelHead(GatherSequence):
         assert isinstance(weight, DTensor)
         hidden, weight = hidden.to_local(grad_placements=[Partial()]), weight.to_local()
         first, group = len(weight) * mesh.get_local_rank(), mesh.get_group().group_name
-        total = linear_cross_entropy(hidden, weight, labels, IGNORE_INDEX, module.cap, first_row=first, group=group)
+        total = linear_cross_entropy(
+            hidden, weight, labels, IGNORE_INDEX, module.cap, None, first, group, module.chunk_bytes
+        )
         return total, valid_tokens(labels)
 
     @staticmethod

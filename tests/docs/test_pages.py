@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import re
 import shlex
+import tomllib
 
 import pytest
-from document_commands import PAGES, ROOT, commands, prepare, run
+from document_commands import PAGES, ROOT, commands, files, prepare, run
 
 from meshwright.cli.args import parse
 from meshwright.cli.main import VERBS
@@ -22,7 +23,7 @@ def folder_of(tmp_path_factory):
 
     def get(page):
         if page not in folders:
-            folders[page] = prepare(tmp_path_factory.mktemp("page"))
+            folders[page] = prepare(tmp_path_factory.mktemp("page"), page)
         return folders[page]
 
     return get
@@ -35,13 +36,19 @@ def test_pages_have_commands():
 @pytest.mark.parametrize(("page", "command"), COMMANDS)
 def test_page_command_is_valid(page, command):
     """The verb, its options and the settings exist; the command itself runs in the long suite."""
-    args = [arg for arg in shlex.split(command) if not re.match(r"[A-Z_]+=", arg)]
+    args = [arg for arg in shlex.split(command, comments=True) if not re.match(r"[A-Z_]+=", arg)]
     if args[0] == "meshwright" and "--help" not in args:
         name = max((verb for verb in VERBS if args[1 : 1 + len(verb.split())] == verb.split()), key=len)
         values = parse(VERBS[name], name, args[1 + len(name.split()) :])
         load_config(overrides=[override for override in values.get("overrides", ()) if "layout." not in override])
     elif args[0] == "python":
         assert args[1] == "-m" or (ROOT / args[1]).exists()
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if files(page)])
+def test_files_of_a_page_are_valid(page):
+    for name, text in files(page).items():
+        compile(text, name, "exec") if name.endswith(".py") else tomllib.loads(text)
 
 
 @pytest.mark.long

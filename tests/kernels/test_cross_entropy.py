@@ -12,8 +12,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from meshwright.config import IGNORE_INDEX
-from meshwright.kernels.cross_entropy import default_chunk, linear_cross_entropy
+from meshwright.kernels.cross_entropy import CHUNK_BYTES, CHUNK_TOKENS, default_chunk, linear_cross_entropy
 from meshwright.kernels.triton_runtime import has_triton
+from meshwright.planner.workload.trainer_profiles import FUSED_LOSS, LOSS_CHUNK_TOKENS
 
 VOCAB, WIDTH = 37, 16
 
@@ -129,7 +130,9 @@ def test_no_tensor_has_the_logits_of_more_than_one_chunk():
 def test_chunks_are_equal_and_within_the_limit(tokens, vocab):
     chunk = default_chunk(tokens, vocab, itemsize=2)
     assert chunk % 256 == 0
-    assert (chunk - 256) * vocab * 2 <= 2**31
+    assert (chunk - 256) * vocab * 2 <= CHUNK_BYTES
+    assert chunk <= CHUNK_TOKENS
+    assert (default_chunk(tokens, vocab, 2, 2**30) - 256) * vocab * 2 <= 2**30
     last = tokens % chunk or chunk
     assert tokens <= chunk or last > chunk / 2
 
@@ -174,3 +177,8 @@ assert torch.equal(launch_scale(matrix, factor, torch.float32), matrix * factor)
 def test_triton_kernel_equals_its_torch_function_in_the_interpreter():
     environment = os.environ | {"TRITON_INTERPRET": "1"}  # read when triton is imported
     subprocess.run([sys.executable, "-c", INTERPRETED], env=environment, timeout=120, check=True)
+
+
+def test_planner_knows_the_chunks():
+    assert FUSED_LOSS["loss_chunk_bytes"] == CHUNK_BYTES
+    assert LOSS_CHUNK_TOKENS == CHUNK_TOKENS

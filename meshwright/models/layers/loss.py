@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright.config import IGNORE_INDEX
-from meshwright.kernels.cross_entropy import linear_cross_entropy
+from meshwright.kernels.cross_entropy import CHUNK_BYTES, linear_cross_entropy
 
 
 class HeadLoss(nn.Module):
@@ -19,6 +19,8 @@ class HeadLoss(nn.Module):
 
     fused = False
     """whether the logits exist for one chunk of tokens only, see `use_fused_loss`"""
+    chunk_bytes = CHUNK_BYTES
+    """the most bytes of the logits of a chunk"""
     fusable = True
     """whether the loss is a sum of cross-entropies, which can be fused with the projection"""
 
@@ -29,7 +31,10 @@ class HeadLoss(nn.Module):
 
     def forward(self, hidden: Tensor, labels: Tensor) -> tuple[Tensor, Tensor]:
         if self.fused:
-            return linear_cross_entropy(hidden, self.weight, labels, IGNORE_INDEX, self.cap), valid_tokens(labels)
+            total = linear_cross_entropy(
+                hidden, self.weight, labels, IGNORE_INDEX, self.cap, chunk_bytes=self.chunk_bytes
+            )
+            return total, valid_tokens(labels)
         logits = self.logits(hidden).flatten(0, -2)
         wide = logits.to(torch.promote_types(logits.dtype, torch.float32))
         total = F.cross_entropy(wide, labels.flatten(), reduction="sum", ignore_index=IGNORE_INDEX)
@@ -44,8 +49,10 @@ def valid_tokens(labels: Tensor) -> Tensor:
     return (labels != IGNORE_INDEX).sum()
 
 
-def use_fused_loss(model: nn.Module) -> None:
-    """Lets the heads of a model compute projection and loss together, in chunks of tokens."""
+def use_fused_loss(model: nn.Module, saves_memory: bool = False) -> None:
+    """Lets the heads of a model compute projection and loss together, in chunks of tokens; those of a model that saves
+    memory by activation checkpointing are half as large.
+    """
     for module in model.modules():
         if isinstance(module, HeadLoss) and module.fusable:
-            module.fused = True
+            module.fused, module.chunk_bytes = True, CHUNK_BYTES // 2 if saves_memory else CHUNK_BYTES

@@ -16,8 +16,10 @@ class RMSNorm(nn.Module):
         self.eps = eps
 
     def forward(self, x: Tensor) -> Tensor:
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        return (F.rms_norm(wide, self.weight.shape, eps=self.eps) * self.weight).to(x.dtype)
+        if x.dtype == self.weight.dtype:  # torch's operator computes in float32 at least, and rounds once
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps).to(x.dtype)
+        wide = torch.promote_types(x.dtype, torch.float32)
+        return F.rms_norm(x.to(wide), self.weight.shape, self.weight.to(wide), self.eps).to(x.dtype)
 
 
 class LayerNorm(nn.LayerNorm):

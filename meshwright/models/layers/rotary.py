@@ -87,7 +87,17 @@ def yarn_ramp(frequencies: Tensor, theta: float, scaling: RopeScaling) -> Tensor
 
 
 def apply_rotary(x: Tensor, rotary: RotaryTables) -> Tensor:
-    """Rotates the dimension pairs (i, i + half) of each head, the layout of Llama checkpoints."""
+    """Rotates the dimension pairs (i, i + half) of each head, the layout of Llama checkpoints. Of several heads, it
+    computes and stores those of a token next to each other, as projections do: attention returns its result in the
+    same order, and neither the output projection nor the gradients of the projections need a copy.
+    """
     cos, sin = rotary.cos, rotary.sin
+    if x.ndim < 3:
+        return rotate_halves(x, cos, sin)
+    cos, sin = (table.unsqueeze(-2) if table.ndim < 3 else table.transpose(-3, -2) for table in (cos, sin))
+    return rotate_halves(x.transpose(-3, -2), cos, sin).transpose(-3, -2)
+
+
+def rotate_halves(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     first, second = x.to(cos.dtype).chunk(2, dim=-1)
     return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1).to(x.dtype)

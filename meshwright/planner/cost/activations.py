@@ -12,7 +12,7 @@ backward:
 | inputs of matmuls | T W e for q k v, and for gate and up; under autocast a copy for every matmul | one each |
 | queries, keys, values, output | T (2 H + 2 K) D e / t, and T H r / t of logsumexp | the same |
 | norms of queries and keys | T (H + K) (D (e + 4) + 4) / t | T (H + K) (D e + 4) / t |
-| output in token layout | T H D e / t on CPU and with ring attention | none |
+| output in token layout | T H D e / t with ring attention, and on CPU with latent attention | none |
 | scores, without flash attention | T S H e / t; with dropout 2 e + 1 instead of e | the same |
 | gated feed-forward | 4 T F e / t: gate, up, activation and their product | 3 T F e / t |
 | plain feed-forward | 2 T F e / t | the same |
@@ -41,6 +41,7 @@ from typing import Any
 from meshwright.config.dtypes import COMPUTE_BYTES
 from meshwright.models.architecture import Architecture
 from meshwright.planner.workload.trainer_profile import TrainerProfile
+from meshwright.planner.workload.trainer_profiles import LOSS_CHUNK_TOKENS
 from meshwright.topology.layout import Layout
 
 ACTIVATION_BYTES = {**COMPUTE_BYTES, "fp8": 2, "fp4": 2}
@@ -253,7 +254,8 @@ def attention_activations(model: Architecture, settings: ActivationSettings) -> 
         mla = model.latent_attention
         queries, values = model.heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim), model.heads * mla.v_head_dim
         keys, latent = queries + values, 2 * (mla.q_lora_rank + mla.kv_lora_rank) + mla.qk_rope_head_dim
-    token_layout = values if settings.on_cpu or (ring and not trainer.fused_kernels) else 0
+    copies_output = (ring and not trainer.fused_kernels) or (settings.on_cpu and model.latent_attention is not None)
+    token_layout = values if copies_output else 0
     logsumexp = tokens * model.heads * settings.reduction_bytes if trainer.flash_attention else 0.0
     qkvo = tokens * (queries + keys + values) * e + logsumexp
     scores = 0.0
@@ -370,7 +372,9 @@ def _(model: Architecture, settings: ActivationSettings) -> HeadActivations:
         # Forward computes the gradients of the hidden states, in place of what it would save, and of the weight.
         hidden = settings.tokens * model.width * settings.compute_bytes
         weight = model.vocab * model.width / settings.layout.tensor
-        chunk = min(settings.trainer.loss_chunk_bytes, logits * settings.compute_bytes)
+        most = settings.trainer.loss_chunk_bytes / (1 if settings.activation_checkpoint == "none" else 2)
+        share = min(1.0, LOSS_CHUNK_TOKENS / settings.tokens)
+        chunk = min(most, share * logits * settings.compute_bytes)
         saved = residual + norm_activations(model, settings) + hidden
         gradient, scaled = weight * settings.reduction_bytes, weight * settings.compute_bytes
         return HeadActivations(saved, gradient, chunk + hidden, scaled, 0, 2 * residual)

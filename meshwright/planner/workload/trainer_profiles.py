@@ -52,8 +52,12 @@ MESHWRIGHT_COMPILED = replace(
     ffn_traffic_bytes=4,
     layer_launch_seconds=5e-4,
 )
-FUSED_LOSS = {"loss_chunk_bytes": 2**31, "loss_traffic_bytes": 8}
-"""What a loss by chunks of tokens changes: the logits are written, turned into their gradient in place, and read."""
+FUSED_LOSS = {"loss_chunk_bytes": 2**32, "loss_traffic_bytes": 8}
+"""What a loss by chunks of tokens changes: the logits are written, turned into their gradient in place, and read.
+Chunks have half as many bytes with activation checkpointing.
+"""
+LOSS_CHUNK_TOKENS = 16_384
+"""The most tokens of a chunk."""
 
 COMPOSER = gpu_trainer(
     "Composer 2023",
