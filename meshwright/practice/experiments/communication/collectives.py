@@ -122,7 +122,9 @@ def volumes(knobs: Knobs) -> Observation:
     shown = [name for name in by_rank[0] if name not in ("tree_all_reduce", "server_all_reduce")]
     if knobs.get("picture") == "algorithms":
         shown = [name for name in by_rank[0] if name.endswith("all_reduce")]
-    parts = {"received by the busiest rank": tuple(values[f"{name}_received"] for name in shown)}
+    parts: dict[str, tuple[float, ...]] = {
+        "received by the busiest rank": tuple(values[f"{name}_received"] for name in shown)
+    }
     labels = tuple(name.replace("_", " ") for name in shown)
     note = (
         "Received bytes are those of the sockets of each rank. Gloo builds its reduce-scatter from an all-reduce, and "
@@ -180,7 +182,7 @@ def transports(knobs: Knobs) -> Observation:
         "nccl_available": int(dist.is_nccl_available()),
         "local_update_difference": max(row["local_update_difference"] for row in by_rank),
     }
-    parts = {"sent by the busiest rank": (values["ring_sent"], values["tree_sent"])}
+    parts: dict[str, tuple[float, ...]] = {"sent by the busiest rank": (values["ring_sent"], values["tree_sent"])}
     picture = Bars("bytes of the gradient sum", "D", ("ring", "tree"), parts)
     note = "The backend, the ring and the tree differ in bytes and rounds, and the update is the same."
     return Observation(values, picture, (note,))

@@ -92,7 +92,7 @@ def exchange(knobs: Knobs) -> Observation:
     values["expert_share_per_rank"] = (total - of_experts + of_experts / ranks) / total
     values["loss_difference"] = abs(cases["replicated"][0].step.loss - cases["divided"][0].step.loss)
     labels = tuple(cases)
-    parts = {
+    parts: dict[str, tuple[float, ...]] = {
         "rows of experts per token": tuple(values[f"rows_per_token_{name}"] for name in labels),
         "busiest rank / mean": tuple(values[f"busiest_rank_{name}"] for name in labels),
         "resident parameters": tuple(values[f"parameter_{name}"] for name in labels),

@@ -41,12 +41,14 @@ def level_values(step: CountedStep, ranks: int) -> dict[str, float]:
 def level_picture(counted: dict[str, list[CountedStep]], kind: str, ranks: int) -> Bars:
     first = [steps[0] for steps in counted.values()]
     if kind == "wire":
-        parts = {
+        sent: dict[str, tuple[float, ...]] = {
             collective: tuple(step.wire(collective) / step.model_bytes * ranks / (ranks - 1) for step in first)
             for collective in ("all_reduce", "reduce_scatter", "all_gather")
         }
-        return Bars("sent by one rank in a step, times n / (n - 1)", "bytes of all parameters", tuple(counted), parts)
-    parts = {name: tuple(step.peak[name] / step.model_bytes for step in first) for name in CLASSES}
+        return Bars("sent by one rank in a step, times n / (n - 1)", "bytes of all parameters", tuple(counted), sent)
+    parts: dict[str, tuple[float, ...]] = {
+        name: tuple(step.peak[name] / step.model_bytes for step in first) for name in CLASSES
+    }
     return Bars("peak memory of one rank", "bytes of all parameters", tuple(counted), parts)
 
 
@@ -82,7 +84,7 @@ def remedies(knobs: Knobs) -> Observation:
         values[name] = steps[0].wire(axis=axis) / baseline / scale.get(name, 1)
     # The bytes of the fp32 run are compared with those of an fp32 baseline, which are half of the float64 ones.
     values["bf16_reduction"] *= 2
-    parts = {"per token": tuple(values[name] for name in counted)}
+    parts: dict[str, tuple[float, ...]] = {"per token": tuple(values[name] for name in counted)}
     picture = Bars("bytes between replicas per token", "DDP = 1", tuple(counted), parts)
     sentence = "Hybrid sharding counts the axis between replicas alone, which is the one that crosses nodes."
     return Observation(values, picture, (sentence,))
