@@ -78,7 +78,6 @@ def exchange(knobs: Knobs) -> Observation:
         "total_parameters": total,
         "active_parameters": total - of_experts + of_experts * active / experts,
         "active_share": 1 - of_experts / total * (1 - active / experts),
-        "even_load": 1.0,
     }
     for name, of_ranks in cases.items():
         rows = [rank.rows for rank in of_ranks]
