@@ -238,7 +238,7 @@ def batch_sweep(knobs: Knobs) -> Observation:
     points = 8
     lines = {
         name.removeprefix("loss_").replace("_", " "): tuple(
-            loss[len(loss) * (i + 1) // points - 1] for i in range(points)
+            loss[max(0, len(loss) * (i + 1) // points - 1)] for i in range(points)
         )
         for name, loss in losses.items()
         if name != "loss_equal_steps"

@@ -177,7 +177,8 @@ def count_progress(run: SmallRun) -> tuple[float, float, float]:
     """The steps that ranks completed, the samples in them, and those that reached the final parameters once."""
     recorded = run.events("step")
     kept = [event for event in run.steps().values() if not event.get("skipped")]
-    return len(recorded), sum(e["samples"] for e in recorded), sum(e["samples"] for e in kept)
+    samples, useful = (float(sum(event["samples"] for event in events)) for events in (recorded, kept))
+    return float(len(recorded)), samples, useful
 
 
 def identity(_knobs: Knobs) -> Observation:
