@@ -14,6 +14,7 @@ ORDER = (
     "zero_stages",
     "tensor_parallel_linear",
     "resumable_sampler",
+    "crash_safe_checkpoint",
 )
 """Folders of the labs. Each one's package has the value `LAB`."""
 
