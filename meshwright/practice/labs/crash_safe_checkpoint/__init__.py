@@ -41,5 +41,5 @@ LAB = Lab(
         "Step 10 is newer than step 9, but '10' < '9' as text: compare numbers, or fill up with zeros.",
     ),
     items=(69, 72, 85, 102),
-    chapter="handbook/recovery.md",
+    chapter="handbook/failure-plane.md",
 )

@@ -159,7 +159,7 @@ class CrashDisk:
             state = partial(CrashState, after=moment.call, complete=now == last)
             yield state(kind="kill", files=self._tree(now, now, moment.contents))
             before = self.moments[now - 1].contents if now else moment.contents
-            torn = moment.contents | {
+            torn = before | {
                 identity: torn_write(before.get(identity, b""), content)
                 for identity, content in moment.contents.items()
                 if before.get(identity) != content

@@ -28,7 +28,6 @@ LAB = Lab(
         "indices",
         "ranks do not overlap",
         "every sample once per epoch",
-        "epoch boundary",
         "order changes with the epoch",
         "order depends on the seed",
         "same state on all ranks",
@@ -48,5 +47,5 @@ LAB = Lab(
         "The state needs the seed, the length and the position, and nothing else: the order is computed again.",
     ),
     items=(82, 89, 99, 101, 107, 124),
-    chapter="handbook/data.md",
+    chapter="handbook/data-and-resume.md",
 )
