@@ -90,21 +90,13 @@ def check_epochs(work: Work, batches: list[Batch]) -> None:
         message = f"the last samples of epoch 0 are left out of batch {whole}: an epoch need not end with a batch"
     else:
         message = "samples are repeated to fill the last batch of an epoch: go on with the next epoch instead"
+    found = f"{len(uneven)} samples are not, such as {uneven[0]}: {counts[uneven[0]]} times" if uneven else "they are"
     work.check(
         "every sample once per epoch",
-        not uneven and not repeated,
+        not uneven and not repeated and rest <= {*crossing},
         f"each of {LENGTH} samples {EPOCHS} times in {STEPS} batches of {BATCH}",
-        f"{len(uneven)} samples are not, such as {uneven[0]}: {counts[uneven[0]]} times" if uneven else "they are",
+        found if rest <= {*crossing} else f"batch {whole} is {sorted(crossing)}",
         message,
-    )
-    if uneven or repeated:
-        return
-    work.check(
-        "epoch boundary",
-        rest <= {*crossing},
-        f"batch {whole} has the last {len(rest)} samples of epoch 0, {sorted(rest)}, and the first ones of epoch 1",
-        f"{sorted(crossing)}",
-        "the batch goes on with the next epoch where one ends: divmod(position, length)",
     )
 
 
