@@ -98,7 +98,7 @@ CONTRACT = {
 }
 
 CONFIG_KEYS: dict[str, str] = {
-    "rank, local_rank, world_size": "the topology of this process; with several ranks the process group exists already",
+    "rank, local_rank, world_size": "the topology of this process; the process group exists already",
     "num_samples": "size of the data set",
     "micro_batch": "samples per rank and backward pass",
     "accumulation": "backward passes per optimizer step",

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from meshwright.errors import ConfigError
 from meshwright.io import format_clock
 from meshwright.practice.interview.exercise import CLARIFICATIONS, STAGES, prompt_text
 from meshwright.practice.interview.follow_ups import FOUR_QUESTIONS, PRESSURE_QUESTIONS
@@ -65,7 +66,7 @@ def run_stages(session: InterviewSession, terminal: Terminal, save: Callable[[],
     """Goes through the stages that are left; False if the user pauses."""
     while (stage := session.next_stage()) is not None:
         terminal.say(f"\n{stage.title}, until minute {stage.gate}: {stage.task}")
-        terminal.say("Enter checks this gate; n goes on without it; q pauses (--resume continues).")
+        terminal.say("Enter checks this gate; n goes on to the questions; q pauses (--resume continues).")
         announced = session.minutes(terminal.clock()) > stage.gate
         while (line := terminal.wait_line(POLL)) is None:
             if not announced and session.minutes(terminal.clock()) > stage.gate:
@@ -77,7 +78,11 @@ def run_stages(session: InterviewSession, terminal: Terminal, save: Callable[[],
             return False
         if line == "n":
             break
-        report = check_file(Path(session.file), session.options, session.answered, (stage.gate,), seconds)
+        try:
+            report = check_file(Path(session.file), session.options, session.answered, (stage.gate,), seconds)
+        except ConfigError as error:  # such as a syntax error in the middle of the work
+            terminal.say(str(error))
+            continue
         session.record(report.results[0], terminal.clock())
         save()
         clock = format_clock(60 * session.minutes(terminal.clock()))

@@ -20,8 +20,8 @@ PARTITION_CASES = ((23, 2), (24, 2), (30, 2), (10, 3), (3, 4))
 """(samples, ranks): sizes that do and do not divide, and fewer samples than ranks"""
 EPOCHS = (0, 1)
 BATCH_CASES = ({"world_size": 2}, {"world_size": 8, "tensor_parallel": 2, "pipeline_parallel": 2})
-LOSS_STEPS = {"num_samples": 64, "micro_batch": 4, "accumulation": 2, "steps": 64}
-"""8 steps per epoch, 8 epochs"""
+LOSS_STEPS = {"num_samples": 64, "micro_batch": 4, "accumulation": 2, "steps": 40}
+"""8 steps per epoch, 5 epochs"""
 RESTART_STEPS, RESUMED_STEPS = 2, 5
 OTHER_CONFIGS: tuple[dict[str, Any], ...] = ({"lr": 0.02}, {"num_samples": 28})
 """Changes after which a resume must be refused."""
