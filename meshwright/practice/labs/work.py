@@ -115,7 +115,7 @@ class Work:
 
     def call(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
         """Returns what a function of the user's returns; an exception is the failed check `name`."""
-        with self._user_code(name):
+        with self.user_code(name):
             return function(*args)
 
     @contextmanager
