@@ -70,17 +70,17 @@ def record_save(work: Work, steps: tuple[int, ...]) -> CrashDisk:
     return disk
 
 
-def first_bad(work: Work, states: list[CrashState], allowed: tuple[str, ...]) -> tuple[CrashState, str] | None:
+def first_bad(work: Work, states: list[CrashState], accepted: tuple[str, ...]) -> tuple[CrashState, str] | None:
     for state in states:
         found = loaded_from(work, state.files)
-        if found not in allowed:
+        if found not in accepted:
             return state, found
     return None
 
 
-def check_states(work: Work, name: str, disk: CrashDisk, states: list[CrashState], allowed: tuple[str, ...]) -> None:
-    bad = first_bad(work, states, allowed)
-    expected = f"load returns {' or '.join(allowed)}, in each of {len(states)} states"
+def check_states(work: Work, name: str, disk: CrashDisk, states: list[CrashState], accepted: tuple[str, ...]) -> None:
+    bad = first_bad(work, states, accepted)
+    expected = f"load returns {' or '.join(accepted)}, in each of {len(states)} states"
     if bad is None:
         work.check(name, True, expected, "it does", "")
         return

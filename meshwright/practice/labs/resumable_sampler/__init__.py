@@ -44,7 +44,7 @@ LAB = Lab(
         "its random numbers. With seed + epoch, epoch 1 of seed 0 would be epoch 0 of seed 1.",
         "The global batch is the positions from `position` to `position + batch_size`. Rank r takes every N-th one, "
         "starting with r. The position counts the samples of all ranks together, so it means the same for any N.",
-        "The state needs the seed, the length and the position, and nothing else: the order is computed again.",
+        "The state needs the seed, the length and the position, and nothing else: the order follows from them.",
     ),
     items=(82, 89, 99, 101, 107, 124),
     chapter="handbook/data-and-resume.md",
