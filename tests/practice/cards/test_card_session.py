@@ -115,7 +115,8 @@ def test_an_experiment_that_fails_is_not_a_review(session, runner, monkeypatch):
 
 def test_ctrl_c_while_an_experiment_runs_ends_it_and_the_server_starts_again(session, runner):
     review = session()
-    process = runner._process
+    runner.start()
+    process, folder = runner._process, runner._folder.path
 
     def interrupt(seconds, used):
         raise KeyboardInterrupt
@@ -123,6 +124,7 @@ def test_ctrl_c_while_an_experiment_runs_ends_it_and_the_server_starts_again(ses
     with pytest.raises(KeyboardInterrupt):
         runner.run(HANGING.experiment, {}, interrupt)
     assert process.poll() is not None
+    assert not folder.exists()
     runner.start()
     runner._process.kill()  # whatever ends the server, the next experiment has a new one
     runner._process.wait()

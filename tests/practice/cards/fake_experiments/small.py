@@ -103,5 +103,5 @@ def picture(knobs):
 
 
 def slow(knobs):
-    time.sleep(1.5)
+    time.sleep(0.7)
     return observe(size=8.0, doubled=16.0)
