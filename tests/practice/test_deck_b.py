@@ -1,4 +1,4 @@
-"""The cards on schedules, numerics, data, recovery, diagnosis and judgement are true on this machine, and can be false."""
+"""The cards on schedules, numerics, data, recovery, diagnosis and judgement are true here, and could be false."""
 
 from __future__ import annotations
 
@@ -128,7 +128,7 @@ def test_cards_are_complete() -> None:
     assert len({card.id for card in CARDS}) == len(CARDS)
     for card in CARDS:
         assert re.fullmatch(r"[a-z0-9]+(-[a-z0-9]+)*", card.id)
-        assert card.relations and card.refuted and card.items and card.notes and card.mistake, card.id
+        assert all((card.relations, card.refuted, card.items, card.notes, card.mistake)), card.id
         assert bool(card.predictions) != bool(card.claims), f"{card.id} is graded in one way"
         assert len(card.claims) in (0, 4, 5), card.id
         assert len(card.answer.split()) <= 130, f"{card.id} takes more than a minute to say"
