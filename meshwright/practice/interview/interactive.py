@@ -22,8 +22,8 @@ POLL = 5.0
 
 
 @dataclass(frozen=True)
-class Terminal:
-    """Where the interview asks and speaks, so that a test can stand in for a person."""
+class InterviewTerminal:
+    """Where the interview asks and prints, so that a test can stand in for a person."""
 
     say: Callable[[str], None]
     ask: Callable[[str], str]
@@ -32,7 +32,7 @@ class Terminal:
     clock: Callable[[], float] = time.time
 
 
-def real_terminal(say: Callable[[str], None]) -> Terminal:
+def real_terminal(say: Callable[[str], None]) -> InterviewTerminal:
     def wait_line(seconds: float) -> str | None:
         ready, _, _ = select.select([sys.stdin], [], [], seconds)
         if not ready:
@@ -45,10 +45,10 @@ def real_terminal(say: Callable[[str], None]) -> Terminal:
         line = sys.stdin.readline()
         return line.strip()
 
-    return Terminal(say, ask, wait_line)
+    return InterviewTerminal(say, ask, wait_line)
 
 
-def ask_clarifications(terminal: Terminal) -> dict[str, str]:
+def ask_clarifications(terminal: InterviewTerminal) -> dict[str, str]:
     """The four questions; an empty line takes the first answer."""
     chosen = {}
     for each in CLARIFICATIONS:
@@ -62,7 +62,9 @@ def ask_clarifications(terminal: Terminal) -> dict[str, str]:
     return chosen
 
 
-def run_stages(session: InterviewSession, terminal: Terminal, save: Callable[[], None], seconds: float) -> bool:
+def run_stages(
+    session: InterviewSession, terminal: InterviewTerminal, save: Callable[[], None], seconds: float
+) -> bool:
     """Goes through the stages that are left; False if the user pauses."""
     while (stage := session.next_stage()) is not None:
         terminal.say(f"\n{stage.title}, until minute {stage.gate}: {stage.task}")
@@ -93,7 +95,7 @@ def run_stages(session: InterviewSession, terminal: Terminal, save: Callable[[],
 
 
 def conduct(
-    session: InterviewSession, terminal: Terminal, save: Callable[[], None], seconds: float
+    session: InterviewSession, terminal: InterviewTerminal, save: Callable[[], None], seconds: float
 ) -> InterviewReport | None:
     """The whole interview; None if it is paused."""
     terminal.say(prompt_text())

@@ -75,7 +75,7 @@ def test_every_check_raises_a_question_and_every_gate_is_in_the_table():
 
 def test_scripted_terminal_goes_through_the_gates_pauses_and_resumes(tmp_path):
     """A person who checks two gates, of which the second stays red, pauses, comes back and goes on to the questions."""
-    from meshwright.practice.interview.interactive import Terminal, ask_clarifications, conduct
+    from meshwright.practice.interview.interactive import InterviewTerminal, ask_clarifications, conduct
 
     path = tmp_path / "answer.py"
     source = script("good", ("    rank, world_size", "    raise ValueError('not yet')\n    rank, world_size"))
@@ -94,7 +94,7 @@ def test_scripted_terminal_goes_through_the_gates_pauses_and_resumes(tmp_path):
             path.write_text(source)
         return line
 
-    terminal = Terminal(said.append, lambda question: said.append(question) or "2", wait_line, lambda: now[0])
+    terminal = InterviewTerminal(said.append, lambda question: said.append(question) or "2", wait_line, lambda: now[0])
     options = ask_clarifications(terminal)
     assert options == {"scope": "production", "device": "gpu", "restart": "elastic", "metrics": "no"}
     session = new_session(path, parse_assumptions(("job", "no")), True, now[0])
