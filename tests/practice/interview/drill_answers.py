@@ -69,6 +69,7 @@ CASES: list[tuple[str, int, dict[str, str], set[str]]] = [
     ("barely_exceeds", 0, CHECKPOINTING | {"communication": "All-reduce of 46 MiB."}, {"communication.bytes"}),
     ("barely_exceeds", 0, CHECKPOINTING | {"communication": "An all-to-all of 4.6 GiB."}, {"communication.collective"}),
     ("barely_exceeds", 0, CHECKPOINTING | {"problem": "Memory is short by 500 GB."}, {"problem.figure"}),
+    ("barely_exceeds", 0, CHECKPOINTING | {"problem": "Memory: it exceeds 40 GiB, or 40 GB."}, {"problem.figure"}),
     ("barely_exceeds", 0, CHECKPOINTING | {"measurement": "I would look at it."}, {"measurement.metric"}),
     ("barely_exceeds", 0, CHECKPOINTING | {"tradeoff": ""}, {"tradeoff.price", "tradeoff.figure"}),
     (

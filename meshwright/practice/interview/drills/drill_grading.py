@@ -42,9 +42,10 @@ def grade_answer(case: DrillCase, answer: Mapping[str, str]) -> list[Check]:
     sent = [figure for each in judged for figure in communication_figures(each.estimate)]
     costs = [figure for each in judged for figure in price_figures(case, each.estimate)]
     limit = case.scenario.limit
+    given = (Figure("memory of a device", case.now.job.cluster.device.memory, "bytes"),)
     checks = [
         words("problem.limit", LIMITS[limit], answer["problem"], f"what limits the job: {limit}"),
-        number("problem.figure", answer["problem"], problem_figures(case)),
+        number("problem.figure", answer["problem"], problem_figures(case), given),
         strategy_check,
         words("mechanism.state", state, answer["mechanism"], "the state that moves, is sharded or is recomputed"),
         min(
@@ -121,9 +122,9 @@ def words(name: str, pattern: str, text: str, expected: str) -> Check:
     return Check(name, found, expected, "named" if found else "not named", message)
 
 
-def number(name: str, text: str, figures: list[Figure]) -> Check:
+def number(name: str, text: str, figures: list[Figure], given: tuple[Figure, ...] = ()) -> Check:
     """A number with a unit within FACTOR of one of the planner's figures."""
-    agreed = agreeing(text, figures, FACTOR)
+    agreed = agreeing(text, figures, FACTOR, given)
     shown = "; ".join(f"{figure.name} {format_figure(figure)}" for figure in figures[:4] if figure.value > 0)
     expected = f"a number with a unit within a factor of {FACTOR:g} of the planner's: {shown}"
     if agreed is not None:

@@ -67,11 +67,22 @@ class Figure:
     dimension: str
 
 
-def agreeing(text: str, figures: list[Figure], factor: float) -> tuple[StatedQuantity, Figure] | None:
-    """The first number of the text that is within `factor` of a figure of its dimension."""
+def agreeing(
+    text: str, figures: list[Figure], factor: float, given: tuple[Figure, ...] = ()
+) -> tuple[StatedQuantity, Figure] | None:
+    """The first number of the text that is within `factor` of a figure of its dimension. A number that repeats one of
+    the question's (`given`) does not count.
+    """
     for quantity in quantities(text):
+        if any(quantity.dimension == each.dimension and is_rounded(quantity.value, each.value) for each in given):
+            continue
         for figure in figures:
             same = quantity.dimension == figure.dimension and quantity.value > 0 and figure.value > 0
             if same and 1 / factor <= quantity.value / figure.value <= factor:
                 return quantity, figure
     return None
+
+
+def is_rounded(value: float, given: float) -> bool:
+    """Whether a number is a figure of the question, in binary or decimal units, rounded."""
+    return any(abs(value / scale - given) <= 0.02 * given for scale in (1.0, 1e9 / 2**30))
