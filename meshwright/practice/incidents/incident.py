@@ -83,7 +83,7 @@ class Move:
 
     symptom: str
     interpretation: str
-    next_move: str
+    next_step: str
 
 
 @dataclass(frozen=True)

@@ -66,7 +66,7 @@ def tell_story(incident: PracticeIncident, folder: Path, findings: list[Finding]
         diagnose_names_it=names_cause(incident, findings),
         shown_by=incident.text(kind.shown_by),
         path=tuple(
-            Move(*map(incident.text, (move.symptom, move.interpretation, move.next_move))) for move in kind.path
+            Move(*map(incident.text, (move.symptom, move.interpretation, move.next_step))) for move in kind.path
         ),
         fix=FIXES[kind.fix],
         read=kind.read,
@@ -98,7 +98,7 @@ def story_text(story: Story) -> str:
     for number, move in enumerate(story.path, 1):
         lines.append(f"  {number}. {move.symptom}")
         lines.append(f"     -> {move.interpretation}")
-        lines.append(f"     -> {move.next_move}")
+        lines.append(f"     -> {move.next_step}")
     lines += ["", f"Fix: {story.fix}.", f"Read: {', '.join(story.read)}"]
     return "\n".join(lines)
 

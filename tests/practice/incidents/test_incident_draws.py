@@ -61,7 +61,7 @@ def test_drawn_incident_is_consistent(name, steps):
             assert 0 <= arrangement.steps[0] <= arrangement.steps[1] < 2 * steps
             assert arrangement.steps[0] <= incident.values["step"] <= arrangement.steps[1]
         texts = [kind.page, kind.story, kind.shown_by, *kind.hints, *kind.evidence]
-        texts += [text for move in kind.path for text in (move.symptom, move.interpretation, move.next_move)]
+        texts += [text for move in kind.path for text in (move.symptom, move.interpretation, move.next_step)]
         assert all(incident.text(text) for text in texts)
 
 
