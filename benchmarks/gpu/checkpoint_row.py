@@ -77,6 +77,7 @@ def measure_save(loop: MeshwrightLoop, steps: int) -> dict[str, Any]:
     return {
         "bytes": result["bytes"],
         "stall_seconds": round(sum(second["steps"][:STALL_STEPS]) - STALL_STEPS * baseline, 4),
+        "first_steps_ms": [round(seconds * 1e3, 2) for seconds in second["steps"][:STALL_STEPS]],
         "stall_seconds_of_first_save": round(sum(first["steps"][:STALL_STEPS]) - STALL_STEPS * baseline, 4),
         "stall_seconds_on_record": result["stall_seconds"],
         "step_ms": round(baseline * 1e3, 2),

@@ -16,8 +16,8 @@ import torch
 
 from benchmarks.gpu.kernel_profile import profile_step
 from benchmarks.gpu.meshwright_contender import MeshwrightLoop, predict
-from benchmarks.gpu.rows import PAIRS, PairRow, Side
-from benchmarks.gpu.shapes import SHAPES, Shape
+from benchmarks.gpu.rows import PairRow, Side
+from benchmarks.gpu.shapes import Shape
 from benchmarks.gpu.timing import Entrant, Turn, free_memory, ratios
 
 TURN_SECONDS = 4.0
@@ -172,15 +172,6 @@ def predictions(side: Side, shape: Shape, device: str) -> dict[str, Any]:
     if side.settings is None or (found := predict(side.shape or shape, side.settings, device)) is None:
         return {}
     return {"predicted": found}
-
-
-def predict_again(result: dict[str, Any]) -> None:
-    """Replaces the predictions of a stored result by those of the planner as it is now."""
-    pairs = {row.name: row for row in PAIRS}
-    for row in result["rows"]:
-        for key in ("first", "second") if row["row"] in pairs and "ratio" in row else ():
-            row[key].pop("predicted", None)
-            row[key] |= predictions(getattr(pairs[row["row"]], key), SHAPES[row["model"]], result["device"])
 
 
 def targets(row: PairRow, model: str, speed: float, memory: float | None) -> list[dict[str, Any]]:

@@ -243,6 +243,7 @@ def test_ranks_in_different_collectives_are_a_hang_even_if_the_backend_fails(run
         ({"verdict": "data-dependent", "samples": [7, 9]}, "data-dependent", "high", "samples 7, 9"),
         ({"verdict": "deterministic", "recommendation": "see it"}, "deterministic", "high", "see it"),
         ({"verdict": "infrastructure", "message": "(SIGKILL)"}, "infrastructure", "high", "memory"),
+        ({"verdict": "first failure", "error_type": "HostLost"}, "infrastructure", "medium", "check the hosts"),
         ({"verdict": "first failure", "error_type": "DataError"}, "data-dependent", "high", "data show RUN --step 9"),
         ({"verdict": "first failure", "error_type": "ValueError"}, "deterministic", "low", "run it again"),
     ],

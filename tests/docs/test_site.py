@@ -36,7 +36,15 @@ def pages_with_figures() -> list[Path]:
     return [path for path in sorted(DOCS.rglob("*.md")) if figures.MARKER.search(path.read_text())]
 
 
-@pytest.mark.parametrize("path", pages_with_figures(), ids=lambda path: path.stem)
+SEARCHES = ("playbook", "index")
+"""Pages whose figures search for a plan; `make docs` computes them as well."""
+
+
+@pytest.mark.parametrize(
+    "path",
+    [pytest.param(path, marks=[pytest.mark.long] * (path.stem in SEARCHES)) for path in pages_with_figures()],
+    ids=lambda path: path.stem,
+)
 def test_figures_of_a_page_are_what_their_commands_print(path):
     """If this fails, run `python docs/write_figures.py`."""
     text = path.read_text()

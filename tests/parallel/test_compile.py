@@ -54,6 +54,19 @@ def test_compiled_model_has_the_gradients_of_the_eager_one(scope, aot_eager):
         torch.testing.assert_close(compiled[name], gradient, rtol=1e-4, atol=1e-5)
 
 
+def test_blocks_of_changing_shapes_are_one_graph_each(aot_eager):
+    config = small_config("--layout.replicate=1", "--model.layers=2", "--compile.enabled=true", ranks=1)
+    model = build_parallel_decoder(
+        config, Layout.from_config(config.layout), Precision(config.precision, torch.device("cpu")), World()
+    )
+    counters.clear()
+    for batch, sequence in ((2, 16), (4, 32), (3, 24)):
+        tokens = torch.arange(batch * sequence).view(batch, sequence) % config.model.vocab
+        model(tokens, tokens)[0].backward()
+    assert not counters["graph_break"]
+    assert counters["stats"]["unique_graphs"] == 2  # of the first shape, and of all others
+
+
 def test_equal_blocks_share_one_graph(aot_eager):
     for layers in (2, 12):
         assert first_pass("--compile.enabled=true", layers=layers)[2] == 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 from collections import Counter
 from functools import cache
 
@@ -10,6 +11,7 @@ import pytest
 from meshwright.practice.cards.card import Card, KnobValue, Observation
 from meshwright.practice.cards.deck.communication import collectives, ddp, ddp_traps, experts, tensor_and_sequence
 from meshwright.practice.cards.deck.state import backpropagation, fsdp, placement, sharding, sharding_traps
+from meshwright.practice.experiments.communication.socket_bytes import received_bytes
 
 MODULES = (
     backpropagation,
@@ -86,6 +88,26 @@ def test_experiment_runs_with_every_value_of_a_knob(card_id, name, value):
         if card.experiment.run == experiment.run
         for prediction in card.predictions
     }
+
+
+def test_received_bytes_are_those_of_this_process():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        sender = socket.create_connection(server.getsockname())
+        receiver, _ = server.accept()
+        with sender, receiver:
+            before = received_bytes()
+            sender.sendall(b"x" * 1000)
+            receiver.recv(1000, socket.MSG_WAITALL)
+            assert received_bytes() == before + 1000
+
+
+def test_cards_on_collectives_hold_where_connections_are_not_counted(monkeypatch):
+    monkeypatch.setattr("meshwright.practice.experiments.communication.collectives.received_bytes", lambda: 0)
+    experiment = CARDS["ring-all-reduce-bytes"].experiment
+    observation = experiment.load()(experiment.defaults())
+    assert "not measured" in observation.notes[0]
+    cards = [card for card in CARDS.values() if card.experiment.run == experiment.run]
+    assert not [relation.text for card in cards for relation in card.broken(observation.values)]
 
 
 def test_ids_of_cards_are_unique():

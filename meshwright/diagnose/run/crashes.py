@@ -12,6 +12,7 @@ from meshwright.diagnose.run.lost_time import share_lost
 from meshwright.errors import DataError, NumericsError
 from meshwright.history.attempts import AttemptHistory
 from meshwright.history.run_history import RunHistory
+from meshwright.recover.failures import HOST_LOST
 from meshwright.recover.incidents import Incident, format_samples
 
 MAX_MESSAGE = 300
@@ -86,7 +87,7 @@ def classify(incident: Incident) -> tuple[str, Confidence]:
         return incident.verdict, "high"
     if incident.error_type == DataError.__name__:
         return "data-dependent", "high"
-    if incident.error_type in ("Killed", "Exited") or incident.killed_externally:
+    if incident.error_type in ("Killed", "Exited", HOST_LOST) or incident.killed_externally:
         return "infrastructure", "medium"
     return "deterministic", "low"
 

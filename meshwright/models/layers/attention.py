@@ -34,12 +34,11 @@ class CoreAttention(nn.Module):
             k, v, window = k[:, :, -window:], v[:, :, -window:], None
         if documents is None and window is None and self.cap is None and queries in (1, keys):
             grouped_query = q.shape[1] != k.shape[1]
-            is_causal = queries > 1
-            if is_causal and supports(q, k, v):
+            if queries == 1:  # it sees all keys
+                return F.scaled_dot_product_attention(q, k, v, scale=self.scale, enable_gqa=grouped_query)
+            if supports(q, k, v):
                 return deterministic_attention(q, k, v, q.shape[-1] ** -0.5 if self.scale is None else self.scale)
-            return F.scaled_dot_product_attention(
-                q, k, v, is_causal=is_causal, scale=self.scale, enable_gqa=grouped_query
-            )
+            return F.scaled_dot_product_attention(q, k, v, is_causal=True, scale=self.scale, enable_gqa=grouped_query)
         scale = q.shape[-1] ** -0.5 if self.scale is None else self.scale
         return attention(q, k, v, documents, window, scale, self.cap)[0]  # type: ignore[no-any-return]
 

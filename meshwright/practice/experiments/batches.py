@@ -63,8 +63,8 @@ def accumulation(knobs: Knobs) -> Observation:
     """
     short, micro_batches = int(knobs["short_tokens"]), int(knobs["micro_batches"])
     samples = [sample(short, SHORT_LOSS), sample(POSITIONS, LONG_LOSS)]
+    short_alone, long_alone = map(gradient_of_mean, samples)
     with scratch_folder() as folder:
-        short_alone, long_alone = (gradient(folder / f"alone-{i}", [one], 1) for i, one in enumerate(samples))
         accumulated, on_two_ranks = (gradient(folder / f"ranks-{n}", samples, n) for n in (1, 2))
     unequal, equal, every, last = run_ranks(ddp_gradients, 2, samples, micro_batches)[0]
     values = {
@@ -87,6 +87,14 @@ def accumulation(knobs: Knobs) -> Observation:
     bars = tuple(values[key] for key in ("token_mean", "trainer_accumulated", "trainer_two_ranks", "mean_of_means"))
     picture = Bars("gradient of one weight", "loss per token", labels, {"gradient": (*bars, unequal)})
     return Observation(values, picture, (f"The short micro-batch has {short} valid tokens, the long one {POSITIONS}.",))
+
+
+def gradient_of_mean(one: Any) -> float:
+    """The gradient of the mean loss of one micro-batch, in one process."""
+    model, (x, target) = OneWeight(), map(torch.from_numpy, one)
+    loss_mean(model(x), target).backward()
+    assert model.w.grad is not None
+    return float(model.w.grad)
 
 
 def gradient(root: Path, samples: list[Any], ranks: int) -> float:
@@ -238,7 +246,7 @@ def batch_sweep(knobs: Knobs) -> Observation:
     points = 8
     lines = {
         name.removeprefix("loss_").replace("_", " "): tuple(
-            loss[len(loss) * (i + 1) // points - 1] for i in range(points)
+            loss[max(0, len(loss) * (i + 1) // points - 1)] for i in range(points)
         )
         for name, loss in losses.items()
         if name != "loss_equal_steps"

@@ -73,6 +73,7 @@ def fit(knobs: Knobs) -> Observation:
         "fsdp_needs": fsdp.peak_memory.total / GIB,
         "fsdp_checkpointed_needs": both.peak_memory.total / GIB,
         "ddp_state": state_bytes(ddp) / GIB,
+        "ddp_checkpointed_state": state_bytes(checkpointed) / GIB,
         "fsdp_state": state_bytes(fsdp) / GIB,
         "ddp_activations": (ddp.peak_memory.activations + ddp.peak_memory.logits) / GIB,
         "ddp_checkpointed_activations": (checkpointed.peak_memory.activations + checkpointed.peak_memory.logits) / GIB,

@@ -95,8 +95,8 @@ def weights_only(knobs: Knobs) -> Observation:
         full = train_small(folder / "killed", *ONE_RANK, *saves_at(stop), steps=steps)
         weights = train_small(folder / "weights-only", *ONE_RANK, f"init_from={exported}", steps=steps - stop)
         expected, found, resumed = whole.losses()[stop:], weights.losses(), full.losses()[stop:]
-        first_samples = samples_of(whole, range(stop))
-        again = samples_of(weights, range(steps - stop))
+        first_samples = samples_in(whole, range(stop))
+        again = samples_in(weights, range(steps - stop))
         norms = [run.steps()[step]["grad_norm"] for run, step in ((whole, stop), (weights, 0))]
     values = {
         "difference_full": max(abs(a - b) for a, b in zip(expected, resumed, strict=True)),
@@ -112,7 +112,7 @@ def weights_only(knobs: Knobs) -> Observation:
     return Observation(values, Curves("loss after the restart", "step", "loss", x, lines))
 
 
-def samples_of(run: SmallRun, steps: range) -> set[int]:
+def samples_in(run: SmallRun, steps: range) -> set[int]:
     lookup = open_sample_lookup(run.root)
     return {one for step in steps for one in lookup.show(step)["samples"]}
 
@@ -177,7 +177,8 @@ def count_progress(run: SmallRun) -> tuple[float, float, float]:
     """The steps that ranks completed, the samples in them, and those that reached the final parameters once."""
     recorded = run.events("step")
     kept = [event for event in run.steps().values() if not event.get("skipped")]
-    return len(recorded), sum(e["samples"] for e in recorded), sum(e["samples"] for e in kept)
+    samples, useful = (float(sum(event["samples"] for event in events)) for events in (recorded, kept))
+    return float(len(recorded)), samples, useful
 
 
 def identity(_knobs: Knobs) -> Observation:

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from meshwright.practice.interview.exercise import BASE_CONFIG
-from meshwright.practice.interview.probes import read_lines
-from meshwright.practice.interview.recorder import Injection, Trace
+from meshwright.practice.interview.rank.probes import read_lines
+from meshwright.practice.interview.rank.recorder import Injection, ObservedRun
 from meshwright.practice.interview.runner import ProbeFailed, Runner
 
 RANKS = 2
@@ -33,7 +33,7 @@ class Resumed:
     final: Mapping[str, torch.Tensor]
 
 
-class Evidence:
+class RunEvidence:
     """What running the user's code has shown."""
 
     def __init__(self, runner: Runner, options: Mapping[str, str], answered: bool) -> None:
@@ -41,9 +41,9 @@ class Evidence:
         self.submission, self.scratch = runner.submission, runner.scratch
 
     @cached_property
-    def single(self) -> tuple[Trace, list[float], list[float]]:
+    def single(self) -> tuple[ObservedRun, list[float], list[float]]:
         """A long run on one rank, and the losses of two equal short ones."""
-        value: tuple[Trace, list[float], list[float]] = self.runner.values("single", 1)[0]
+        value: tuple[ObservedRun, list[float], list[float]] = self.runner.values("single", 1)[0]
         return value
 
     @cached_property
@@ -58,7 +58,7 @@ class Evidence:
         return value
 
     @cached_property
-    def two_ranks(self) -> list[Trace]:
+    def two_ranks(self) -> list[ObservedRun]:
         return self._train("two-ranks", {"steps": 3})
 
     @cached_property
@@ -75,7 +75,7 @@ class Evidence:
         return value
 
     @cached_property
-    def uninterrupted(self) -> list[Trace]:
+    def uninterrupted(self) -> list[ObservedRun]:
         """The reference of resumes. Its records are checked as well, so one fetch and one loss are slow in it."""
         injection = Injection(slow_fetch_at=SLOW_FETCH_AT, slow_loss_at=SLOW_LOSS_AT, delay=DELAY)
         return self._train("uninterrupted", RESUME_CONFIG | {"checkpoint": "uninterrupted/checkpoint"}, injection)
@@ -112,7 +112,7 @@ class Evidence:
         self.runner.run("training", RANKS, changes, Injection(fail_fetch_at=1), "failing")
         return self._records("failing")
 
-    def _train(self, name: str, changes: dict[str, Any], injection: Injection | None = None) -> list[Trace]:
+    def _train(self, name: str, changes: dict[str, Any], injection: Injection | None = None) -> list[ObservedRun]:
         return self.runner.values("training", RANKS, self._folders(name, changes), injection or Injection(), name)
 
     def _folders(self, name: str, changes: dict[str, Any]) -> dict[str, Any]:
@@ -135,7 +135,7 @@ class Evidence:
         if saved == 0:
             raise ProbeFailed(f"train did not call save(path, state) in {KILL_AT} steps with save_every = 2")
         resuming = changes | change | {"resume": True}
-        traces: list[Trace] = self.runner.values("training", ranks, resuming, Injection(), f"{name}-resumed")
+        traces: list[ObservedRun] = self.runner.values("training", ranks, resuming, Injection(), f"{name}-resumed")
         after = merged([[step.samples for step in trace.steps] for trace in traces])
         return Resumed(saved, before, after, traces[0].final)
 

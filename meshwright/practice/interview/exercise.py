@@ -98,7 +98,7 @@ CONTRACT = {
 }
 
 CONFIG_KEYS: dict[str, str] = {
-    "rank, local_rank, world_size": "the topology of this process; with several ranks the process group exists already",
+    "rank, local_rank, world_size": "the topology of this process; the process group exists already",
     "num_samples": "size of the data set",
     "micro_batch": "samples per rank and backward pass",
     "accumulation": "backward passes per optimizer step",
@@ -140,11 +140,11 @@ BASE_CONFIG: dict[str, Any] = {
     "resume": False,
     "log_dir": None,
 }
-"""What a check changes of this is in `probes.py`."""
+"""What a check changes of this is in `rank/probes.py`."""
 
 
 @dataclass(frozen=True)
-class Stage:
+class InterviewStage:
     """A part of the exercise. Its gate is green when every check passes."""
 
     gate: int
@@ -158,17 +158,17 @@ class Stage:
 
 
 STAGES = (
-    Stage(
+    InterviewStage(
         5, "clarify", "Ask the four questions, write the answers down, and say what one step is.", (), ("clarified",)
     ),
-    Stage(
+    InterviewStage(
         15,
         "one process",
         "A model, a data set and a training loop with gradient accumulation, on one rank.",
         ("build_model", "fetch", "loss", "train"),
         ("contract_15", "single_run", "loss_falls", "deterministic_run"),
     ),
-    Stage(
+    InterviewStage(
         30,
         "two ranks",
         "Give every rank its samples, and synchronise gradients once per optimizer step.",
@@ -187,7 +187,7 @@ STAGES = (
             "global_batch",
         ),
     ),
-    Stage(
+    InterviewStage(
         40,
         "checkpoint and restart",
         "Save everything that the next step depends on, atomically, and continue after a kill.",
@@ -204,7 +204,7 @@ STAGES = (
             "elastic_resume",
         ),
     ),
-    Stage(
+    InterviewStage(
         55,
         "instrumentation",
         "Every rank records its steps with timed phases, and its errors.",

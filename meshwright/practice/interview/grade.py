@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 from meshwright.practice.checks import Check
 from meshwright.practice.interview.checks.registry import CHECKS
-from meshwright.practice.interview.evidence import Evidence
-from meshwright.practice.interview.exercise import STAGES, Stage
+from meshwright.practice.interview.evidence import RunEvidence
+from meshwright.practice.interview.exercise import STAGES, InterviewStage
 from meshwright.practice.interview.runner import ProbeFailed
 
 
@@ -16,7 +16,7 @@ from meshwright.practice.interview.runner import ProbeFailed
 class GateResult:
     """The checks of one stage. `not_checked` says of each check that could not be decided what it waits for."""
 
-    stage: Stage
+    stage: InterviewStage
     checks: tuple[Check, ...]
     not_checked: Mapping[str, str] = field(default_factory=dict)
 
@@ -31,7 +31,7 @@ def applies(name: str, options: Mapping[str, str]) -> bool:
 
 
 def grade(
-    evidence: Evidence, gates: Sequence[int], on_gate: Callable[[GateResult], None] | None = None
+    evidence: RunEvidence, gates: Sequence[int], on_gate: Callable[[GateResult], None] | None = None
 ) -> list[GateResult]:
     """The results of these gates. A check of an earlier gate that a check requires is decided, but not reported."""
     decided: dict[str, Check] = {}

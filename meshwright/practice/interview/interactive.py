@@ -9,6 +9,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from meshwright.errors import ConfigError
 from meshwright.io import format_clock
 from meshwright.practice.interview.exercise import CLARIFICATIONS, STAGES, prompt_text
 from meshwright.practice.interview.follow_ups import FOUR_QUESTIONS, PRESSURE_QUESTIONS
@@ -21,8 +22,8 @@ POLL = 5.0
 
 
 @dataclass(frozen=True)
-class Terminal:
-    """Where the interview asks and speaks, so that a test can stand in for a person."""
+class InterviewTerminal:
+    """Where the interview asks and prints, so that a test can stand in for a person."""
 
     say: Callable[[str], None]
     ask: Callable[[str], str]
@@ -31,7 +32,7 @@ class Terminal:
     clock: Callable[[], float] = time.time
 
 
-def real_terminal(say: Callable[[str], None]) -> Terminal:
+def real_terminal(say: Callable[[str], None]) -> InterviewTerminal:
     def wait_line(seconds: float) -> str | None:
         ready, _, _ = select.select([sys.stdin], [], [], seconds)
         if not ready:
@@ -44,10 +45,10 @@ def real_terminal(say: Callable[[str], None]) -> Terminal:
         line = sys.stdin.readline()
         return line.strip()
 
-    return Terminal(say, ask, wait_line)
+    return InterviewTerminal(say, ask, wait_line)
 
 
-def ask_clarifications(terminal: Terminal) -> dict[str, str]:
+def ask_clarifications(terminal: InterviewTerminal) -> dict[str, str]:
     """The four questions; an empty line takes the first answer."""
     chosen = {}
     for each in CLARIFICATIONS:
@@ -61,11 +62,13 @@ def ask_clarifications(terminal: Terminal) -> dict[str, str]:
     return chosen
 
 
-def run_stages(session: InterviewSession, terminal: Terminal, save: Callable[[], None], seconds: float) -> bool:
+def run_stages(
+    session: InterviewSession, terminal: InterviewTerminal, save: Callable[[], None], seconds: float
+) -> bool:
     """Goes through the stages that are left; False if the user pauses."""
     while (stage := session.next_stage()) is not None:
         terminal.say(f"\n{stage.title}, until minute {stage.gate}: {stage.task}")
-        terminal.say("Enter checks this gate; n goes on without it; q pauses (--resume continues).")
+        terminal.say("Enter checks this gate; n goes on to the questions; q pauses (--resume continues).")
         announced = session.minutes(terminal.clock()) > stage.gate
         while (line := terminal.wait_line(POLL)) is None:
             if not announced and session.minutes(terminal.clock()) > stage.gate:
@@ -77,7 +80,11 @@ def run_stages(session: InterviewSession, terminal: Terminal, save: Callable[[],
             return False
         if line == "n":
             break
-        report = check_file(Path(session.file), session.options, session.answered, (stage.gate,), seconds)
+        try:
+            report = check_file(Path(session.file), session.options, session.answered, (stage.gate,), seconds)
+        except ConfigError as error:  # such as a syntax error in the middle of the work
+            terminal.say(str(error))
+            continue
         session.record(report.results[0], terminal.clock())
         save()
         clock = format_clock(60 * session.minutes(terminal.clock()))
@@ -88,7 +95,7 @@ def run_stages(session: InterviewSession, terminal: Terminal, save: Callable[[],
 
 
 def conduct(
-    session: InterviewSession, terminal: Terminal, save: Callable[[], None], seconds: float
+    session: InterviewSession, terminal: InterviewTerminal, save: Callable[[], None], seconds: float
 ) -> InterviewReport | None:
     """The whole interview; None if it is paused."""
     terminal.say(prompt_text())

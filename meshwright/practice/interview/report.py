@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.practice.checks import Check, results
-from meshwright.practice.interview.evidence import Evidence
+from meshwright.practice.interview.evidence import RunEvidence
 from meshwright.practice.interview.exercise import CONTRACT
 from meshwright.practice.interview.follow_ups import (
     FOUR_QUESTIONS,
@@ -50,7 +50,7 @@ def check_file(
     """Reads the user's file, runs it on forked ranks in a scratch folder, and decides the checks of these gates."""
     submission = read_submission(path)
     with scratch_folder() as scratch:
-        evidence = Evidence(Runner(submission, scratch, seconds, options["device"] == "gpu"), options, answered)
+        evidence = RunEvidence(Runner(submission, scratch, seconds, options["device"] == "gpu"), options, answered)
         found = grade(evidence, gates, on_gate)
         review = write_review(evidence, found)
     failed = [check.name for result in found for check in result.checks if not check.passed]

@@ -7,10 +7,10 @@ from dataclasses import dataclass, field
 from typing import TypeVar
 
 from meshwright.io import format_bytes, format_percent, format_seconds
-from meshwright.practice.interview.checks.phases import PHASE_NAMES, all_steps, seconds_of
-from meshwright.practice.interview.evidence import KILL_AT, RANKS, STEPS, Evidence
+from meshwright.practice.interview.checks.phases import PHASE_NAMES, all_steps, phase_seconds
+from meshwright.practice.interview.evidence import KILL_AT, RANKS, STEPS, RunEvidence
 from meshwright.practice.interview.grade import GateResult
-from meshwright.practice.interview.probes import largest_difference
+from meshwright.practice.interview.rank.probes import largest_difference
 from meshwright.practice.interview.runner import ProbeFailed
 
 Value = TypeVar("Value")
@@ -41,7 +41,7 @@ def measured(read: Callable[[], Value]) -> Value | None:
         return None
 
 
-def write_review(evidence: Evidence, results: Sequence[GateResult]) -> Review:
+def write_review(evidence: RunEvidence, results: Sequence[GateResult]) -> Review:
     """Reviews what was checked. Nothing is run for the review that no check has run: a part says what is not known."""
     ran = vars(evidence)  # the probes that checks have run
     figures: dict[str, float] = {}
@@ -82,7 +82,7 @@ def write_review(evidence: Evidence, results: Sequence[GateResult]) -> Review:
     )
 
 
-def problem(evidence: Evidence, known: Callable[[str], bool], figures: dict[str, float]) -> list[str]:
+def problem(evidence: RunEvidence, known: Callable[[str], bool], figures: dict[str, float]) -> list[str]:
     options = ", ".join(f"{option} = {answer}" for option, answer in evidence.options.items())
     lines = [f"Assumptions: {options}."]
     if not known("single"):
@@ -99,7 +99,7 @@ def problem(evidence: Evidence, known: Callable[[str], bool], figures: dict[str,
     return lines
 
 
-def communication(evidence: Evidence, known: Callable[[str], bool], figures: dict[str, float]) -> list[str]:
+def communication(evidence: RunEvidence, known: Callable[[str], bool], figures: dict[str, float]) -> list[str]:
     if not known("two_ranks") or not evidence.two_ranks[0].steps:
         return ["Not measured: no step on two ranks."]
     trace = evidence.two_ranks[0]
@@ -124,7 +124,7 @@ def communication(evidence: Evidence, known: Callable[[str], bool], figures: dic
     return lines
 
 
-def tradeoff(evidence: Evidence, known: Callable[[str], bool], figures: dict[str, float]) -> list[str]:
+def tradeoff(evidence: RunEvidence, known: Callable[[str], bool], figures: dict[str, float]) -> list[str]:
     lines = []
     if known("restarts") and evidence.restarts.get("bytes"):
         size = evidence.restarts["bytes"]
@@ -148,7 +148,7 @@ def tradeoff(evidence: Evidence, known: Callable[[str], bool], figures: dict[str
 
 
 def measurement(
-    evidence: Evidence, known: Callable[[str], bool], figures: dict[str, float], results: Sequence[GateResult]
+    evidence: RunEvidence, known: Callable[[str], bool], figures: dict[str, float], results: Sequence[GateResult]
 ) -> list[str]:
     lines = []
     if known("two_ranks") and evidence.two_ranks[0].steps:
@@ -157,10 +157,12 @@ def measurement(
         figures["samples_per_second"] = rate
         lines.append(f"Progress: {rate:.0f} samples/s over {RANKS} ranks on this machine.")
     if known("records") and (
-        steps := [step for step in all_steps(evidence) if seconds_of(step, "forward") is not None]
+        steps := [step for step in all_steps(evidence) if phase_seconds(step, "forward") is not None]
     ):
         total = sum(float(step["seconds"]) for step in steps)
-        shares = {name: sum(seconds_of(step, name) or 0.0 for step in steps) / max(1e-9, total) for name in PHASE_NAMES}
+        shares = {
+            name: sum(phase_seconds(step, name) or 0.0 for step in steps) / max(1e-9, total) for name in PHASE_NAMES
+        }
         figures |= {f"share_{name}": share for name, share in shares.items()}
         text = ", ".join(f"{name} {format_percent(share)}" for name, share in shares.items())
         rest = format_percent(max(0.0, 1 - sum(shares.values())))

@@ -12,9 +12,9 @@ from typing import Any
 
 from meshwright.config import LaunchConfig
 from meshwright.io import printable
-from meshwright.practice.interview.probes import in_rank
+from meshwright.practice.interview.rank.probes import in_rank
+from meshwright.practice.interview.rank.user_process import FILENAME, CallResult
 from meshwright.practice.interview.submission import Submission
-from meshwright.practice.interview.user_process import FILENAME, Ended
 from meshwright.testing import RanksFailed, run_ranks
 
 SECONDS = 20.0
@@ -34,14 +34,14 @@ class Runner:
     def __init__(self, submission: Submission, scratch: Path, seconds: float = SECONDS, use_cuda: bool = False) -> None:
         self.submission, self.scratch, self.seconds, self.use_cuda = submission, scratch, seconds, use_cuda
 
-    def run(self, probe: str, ranks: int, *args: Any) -> list[Ended]:
-        """One `Ended` per rank. A rank that ends without a report has an error."""
+    def run(self, probe: str, ranks: int, *args: Any) -> list[CallResult]:
+        """One `CallResult` per rank. A rank that ends without a report has an error."""
         source, folder = self.submission.source, str(self.submission.path.resolve().parent)
         launch = LaunchConfig(rendezvous_timeout=30.0, collective_timeout=self.seconds, device="cpu")
         limit = self.seconds + GRACE
         with hidden_cuda(not self.use_cuda):
             try:
-                ended: list[Ended] = run_ranks(
+                ended: list[CallResult] = run_ranks(
                     in_rank,
                     ranks,
                     source,
@@ -59,7 +59,7 @@ class Runner:
                     failure.rank: self._failure(probe, failure.rank, failure.error_type, failure.message)
                     for failure in failed.failures
                 }
-                return [ends.get(rank, Ended(error="was ended with the others")) for rank in range(ranks)]
+                return [ends.get(rank, CallResult(error="was ended with the others")) for rank in range(ranks)]
 
     def values(self, probe: str, ranks: int, *args: Any) -> list[Any]:
         """The values of all ranks; raises ProbeFailed with the first error that is not that of a lost peer."""
@@ -70,18 +70,18 @@ class Runner:
             raise ProbeFailed(self.describe(rank, end, ranks))
         return [end.value for end in ended]
 
-    def describe(self, rank: int, end: Ended, ranks: int) -> str:
+    def describe(self, rank: int, end: CallResult, ranks: int) -> str:
         where = f" at {self.submission.place(end.line)}" if end.line else ""
         who = f"rank {rank} of {ranks} " if ranks > 1 else "the code "
         return printable(f"{who}{end.error}{where}")
 
-    def _failure(self, probe: str, rank: int, kind: str, message: str) -> Ended:
+    def _failure(self, probe: str, rank: int, kind: str, message: str) -> CallResult:
         """How a process ended that could not report; its last lines of output may have the stack."""
         text = read_tail(self.scratch / f"output-{probe}-{rank}.txt")
         frames = FRAME.findall(text)
         if kind == "Hang":
-            return Ended(error=f"did not end within {self.seconds:g} s, and was killed")
-        return Ended(error=f"ended: {message}", line=int(frames[0]) if frames else 0)
+            return CallResult(error=f"did not end within {self.seconds:g} s, and was killed")
+        return CallResult(error=f"ended: {message}", line=int(frames[0]) if frames else 0)
 
 
 def is_secondary(error: str) -> bool:

@@ -10,7 +10,7 @@ from typing import Any
 
 from meshwright.errors import ConfigError
 from meshwright.io import meshwright_home, read_json, write_json
-from meshwright.practice.interview.exercise import CLARIFICATIONS, GATES, STAGES, Stage
+from meshwright.practice.interview.exercise import CLARIFICATIONS, GATES, STAGES, InterviewStage
 from meshwright.practice.interview.grade import GateResult
 from meshwright.practice.progress import Progress
 
@@ -49,7 +49,7 @@ class InterviewSession:
             "failed": [*failed, *result.not_checked],
         }
 
-    def next_stage(self) -> Stage | None:
+    def next_stage(self) -> InterviewStage | None:
         """The first stage whose gate has not passed."""
         return next((stage for stage in STAGES if not self.gates.get(str(stage.gate), {}).get("passed")), None)
 

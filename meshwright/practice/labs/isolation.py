@@ -57,12 +57,13 @@ def run_isolated(function: Callable[[Report], None], seconds: float) -> Isolated
     parent = os.getpid()
     sys.stdout.flush()
     sys.stderr.flush()
-    with tempfile.TemporaryFile() as stack:
+    scratch_folder = tempfile.TemporaryDirectory(prefix="meshwright-lab-", ignore_cleanup_errors=True)
+    with scratch_folder as scratch, tempfile.TemporaryFile() as stack:
         pid = os.fork()
         if not pid:
             os.close(report_reader)
             os.close(output_reader)
-            child_main(function, parent, mark, report_writer, output_writer, stack)
+            child_main(function, parent, mark, report_writer, output_writer, stack, scratch)
         os.close(report_writer)
         os.close(output_writer)
         reports, output = BoundedPipe(report_reader, MAX_REPORTS), BoundedPipe(output_reader, MAX_OUTPUT)
@@ -152,7 +153,13 @@ def parse_reports(content: bytes) -> tuple[dict[str, Any], ...]:
 
 
 def child_main(
-    function: Callable[[Report], None], parent: int, mark: str, reports: int, output: int, stack: BinaryIO
+    function: Callable[[Report], None],
+    parent: int,
+    mark: str,
+    reports: int,
+    output: int,
+    stack: BinaryIO,
+    scratch: str,
 ) -> NoReturn:
     """The main function of the forked process."""
     status = 1
@@ -165,6 +172,7 @@ def child_main(
         faulthandler.disable()  # a crash is reported, not printed
         faulthandler.register(signal.SIGUSR1, file=stack, all_threads=True)
         redirect_streams(output)
+        os.environ["TMPDIR"] = tempfile.tempdir = scratch  # the parent removes it, however this process ends
         for kind, limit in (
             (resource.RLIMIT_CORE, 0),
             (resource.RLIMIT_DATA, MAX_MEMORY),

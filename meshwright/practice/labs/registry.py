@@ -14,6 +14,7 @@ ORDER = (
     "zero_stages",
     "tensor_parallel_linear",
     "resumable_sampler",
+    "crash_safe_checkpoint",
     "pipeline_1f1b",
     "ring_attention",
     "expert_dispatch",

@@ -115,7 +115,7 @@ class Work:
 
     def call(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
         """Returns what a function of the user's returns; an exception is the failed check `name`."""
-        with self._user_code(name):
+        with self.user_code(name):
             return function(*args)
 
     @contextmanager
@@ -157,7 +157,7 @@ class Work:
 
     def fail(self, name: str, error: UserError, rank: int | None = None) -> None:
         """Reports an exception of the user's code and ends the grading."""
-        where = f"{short_path(str(self.path))}, line {error.line}" if error.line else short_path(str(self.path))
+        where = f"{short_path(str(self.path))}, line {error.line}"
         on_rank = "" if rank is None else f"rank {rank}: "
         if error.kind == error.text == "NotImplementedError":
             function = self._function_at(error.line)
@@ -168,6 +168,10 @@ class Work:
                 f"{function} raises NotImplementedError ({where})",
                 f"write {function} next; --hint gives a hint",
             )
+        if not error.line:
+            returns = "; ".join(map(str, self.lab.functions))
+            found = f"{on_rank}the checks fail with {error.kind}: {' '.join(error.text.split())}"
+            self.stop(name, returns, found, "compare what your functions return with their signatures")
         message = {
             "SystemExit": "remove the call that ends the process: the checks call your functions and go on",
             "KeyboardInterrupt": "remove the line that raises KeyboardInterrupt",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 CHECKPOINTING = {
     "problem": "The device has 40 GiB and DDP needs 44.7 GiB of memory: 4.7 GiB too much, most of it activations.",
-    "mechanism": "I keep DDP and add activation checkpointing: activations are computed again in backward.",
+    "mechanism": "I keep DDP and add activation checkpointing: activations are recomputed in backward.",
     "communication": "It stays one gradient all-reduce of 4.6 GiB per step; a rank sends 8.1 GiB.",
     "tradeoff": "The forward pass is recomputed, so the step grows by about 25% and memory falls to 26 GiB.",
     "measurement": "Peak memory must fall below 30 GiB while step time grows by less than a third.",
@@ -83,7 +83,7 @@ CASES: list[tuple[str, int, dict[str, str], set[str]]] = [
         0,
         SHARDING
         | {
-            "mechanism": "Activation checkpointing: activations are computed again.",
+            "mechanism": "Activation checkpointing: activations are recomputed.",
             "communication": "One all-reduce of 30 GiB.",
             "tradeoff": "The forward pass is recomputed: a step takes 7.9 s.",
         },

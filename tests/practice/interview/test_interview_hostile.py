@@ -80,8 +80,8 @@ def test_failure_of_one_rank_is_not_hidden_by_the_others(tmp_path):
     ("old", "new", "said"),
     [
         ('    return {"losses": losses}', "    return losses", "expected a dict"),
-        ('    return {"losses": losses}', '    return {"losses": [1.0]}', "64 steps and 1 losses"),
-        ("batch = fetch(mine", "batch = FETCH(mine", "64 steps"),
+        ('    return {"losses": losses}', '    return {"losses": [1.0]}', "40 steps and 1 losses"),
+        ("batch = fetch(mine", "batch = FETCH(mine", "40 steps"),
     ],
 )
 def test_wrong_use_of_the_contract_is_explained(tmp_path, old, new, said):

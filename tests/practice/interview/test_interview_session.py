@@ -75,25 +75,33 @@ def test_every_check_raises_a_question_and_every_gate_is_in_the_table():
 
 def test_scripted_terminal_goes_through_the_gates_pauses_and_resumes(tmp_path):
     """A person who checks two gates, of which the second stays red, pauses, comes back and goes on to the questions."""
-    from meshwright.practice.interview.interactive import Terminal, ask_clarifications, conduct
+    from meshwright.practice.interview.interactive import InterviewTerminal, ask_clarifications, conduct
 
     path = tmp_path / "answer.py"
-    path.write_text(script("good", ("    rank, world_size", "    raise ValueError('not yet')\n    rank, world_size")))
+    source = script("good", ("    rank, world_size", "    raise ValueError('not yet')\n    rank, world_size"))
+    path.write_text(source)
     said: list[str] = []
     now = [0.0]
-    lines: list[str | None] = ["", None, None, "", "q"]
+    lines: list[str | None] = ["", None, None, "", "broken", "q"]
 
     def wait_line(_seconds):
         now[0] += 8 * 60
-        return lines.pop(0)
+        line = lines.pop(0)
+        if line == "broken":  # the file has a syntax error at this moment
+            path.write_text("def train(:\n")
+            lines.insert(0, "mended")
+        elif line == "mended":
+            path.write_text(source)
+        return line
 
-    terminal = Terminal(said.append, lambda question: said.append(question) or "2", wait_line, lambda: now[0])
+    terminal = InterviewTerminal(said.append, lambda question: said.append(question) or "2", wait_line, lambda: now[0])
     options = ask_clarifications(terminal)
     assert options == {"scope": "production", "device": "gpu", "restart": "elastic", "metrics": "no"}
     session = new_session(path, parse_assumptions(("job", "no")), True, now[0])
     progress = Progress()
     assert conduct(session, terminal, lambda: save_session(session, progress), 60) is None
     assert any("Minute 15: the gate is due" in text for text in said)
+    assert any("line 1: invalid syntax" in text for text in said)
     assert {gate: row["passed"] for gate, row in session.gates.items()} == {"5": True, "15": False}
     assert session.gates["15"]["in_time"] is False
     again = resume_session(progress)

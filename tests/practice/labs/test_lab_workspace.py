@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import pty
 import signal
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import pytest
@@ -213,3 +215,26 @@ def test_watch_without_terminal_grades_on_every_save_and_ctrl_c_exits_130(tmp_pa
         process.kill()
     assert process.returncode == 130
     assert "Traceback" not in err
+
+
+@pytest.mark.long
+def test_watch_on_a_terminal_reads_keys_and_restores_the_terminal(tmp_path):
+    terminal, side = pty.openpty()
+    settings = termios.tcgetattr(side)
+    command = [sys.executable, "-m", "meshwright", "practice", "lab", "ring_all_reduce", "--watch"]
+    process = subprocess.Popen(
+        command, cwd=tmp_path, stdin=side, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        lines = iter(process.stdout.readline, "")
+        assert any(watch.KEYS in line for line in lines)
+        os.write(terminal, b"h")
+        assert any("(hint 1 of 5" in line for line in lines)
+        os.write(terminal, b"xn")
+        assert any("by the starter? y/n" in line for line in lines)
+        os.write(terminal, b"q")
+        _, err = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 0, err
+    assert termios.tcgetattr(side) == settings

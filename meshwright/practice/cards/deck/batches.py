@@ -164,7 +164,7 @@ CARDS = (
             "rules for a changed batch: learning rate times k for SGD (Goyal et al.), times the square root of k for "
             "Adam; both end at the critical batch."
         ),
-        mistake="More devices are expected to give the same run in less time. With a fixed local batch it is another run.",
+        mistake="More devices are expected to give the same run in less time. A fixed local batch makes another run.",
         experiment=ALGEBRA,
         predictions=(
             Prediction(

@@ -108,7 +108,8 @@ CARDS = (
         id="trap-distributed-sampler-partitions",
         kind="data",
         question=(
-            "'DistributedSampler gives every rank its own part, so an epoch reads each sample once, and set_epoch makes "
+            "'DistributedSampler gives every rank its own part, so an epoch reads each sample once, and set_epoch "
+            "makes "
             "it resumable.' What is right?"
         ),
         answer=(
@@ -149,7 +150,8 @@ CARDS = (
         id="trap-short-list-of-restart-state",
         kind="recovery",
         question=(
-            "'Model, optimizer, scheduler and step number are the state of a restart.' A checkpoint has lost one field. "
+            "'Model, optimizer, scheduler and step number are the state of a restart.' A checkpoint has lost one "
+            "field. "
             "Which fields must a resume refuse to do without?"
         ),
         answer=(

@@ -20,7 +20,7 @@ SWEEP = Experiment(
     knobs=(
         Knob("batch", (4, 8), "samples per step of the small batch"),
         Knob("factor", (8, 4), "the large batch is so many times as large"),
-        Knob("samples", (512,), "samples that every run reads"),
+        Knob("samples", (256, 512), "samples that every run reads"),
     ),
 )
 
@@ -44,7 +44,7 @@ CARDS = (
         ),
         mistake="'More accurate gradients are better' ignores that accuracy is paid for in updates.",
         experiment=SWEEP,
-        predictions=(Prediction("updates_large", "512 samples in batches of 32: how many updates?", "updates"),),
+        predictions=(Prediction("updates_large", "256 samples in batches of 32: how many updates?", "updates"),),
         relations=(
             Relation("at equal samples the large batch is worse", "loss_large", ">", "loss_small", 0.02),
             Relation("a higher rate wins a part of it back", "loss_large_higher_rate", "<", "loss_large", 0.02),

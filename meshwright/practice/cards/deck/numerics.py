@@ -62,7 +62,8 @@ CARDS = (
         ),
         notes=(
             "SiLU saves its input: b s d elements. A linear layer saves its input for the gradient of the weight. A "
-            "SwiGLU feed-forward with inner width 4 d saves x, gate(x), up(x), silu and the product: 17 b s d elements. "
+            "SwiGLU feed-forward with inner width 4 d saves x, gate(x), up(x), silu and the product: 17 b s d "
+            "elements. "
             "Under no_grad nothing is saved. torch.autograd.graph.saved_tensors_hooks lists what is saved."
         ),
         mistake="'Activation memory' is explained as memory of activation functions.",
@@ -308,7 +309,8 @@ CARDS = (
             "FLOPs, 4/3 in total."
         ),
         notes=(
-            "Segments of k layers: L/k inputs plus k recomputed tensors, smallest at k = sqrt(L). The counter sees every "
+            "Segments of k layers: L/k inputs plus k recomputed tensors, smallest at k = sqrt(L). The counter sees "
+            "every "
             "live tensor of a chain of equal layers that save one tensor each: 65 without checkpointing and 16 with "
             "segments of 8, for L = 64. torch.utils.checkpoint with use_reentrant=False recomputes once; nested "
             "checkpoints would trade further."

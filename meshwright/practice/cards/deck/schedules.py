@@ -71,7 +71,8 @@ CARDS = (
             "micro-batches make it better. With 4 stages, 8 micro-batches leave 27 %, 16 leave 16 %, 32 leave 9 %."
         ),
         notes=(
-            "The formula counts idle rank-time over all rank-time, with equal stages, free communication and a flush at "
+            "The formula counts idle rank-time over all rank-time, with equal stages, free communication and a flush "
+            "at "
             "the end of the step. Relative to the useful time the bubble is (P-1)/M, which some papers print. The run "
             "executes the action order of every rank and counts the ticks in which it has nothing to do."
         ),
@@ -111,7 +112,8 @@ CARDS = (
         predictions=(
             Prediction(
                 "sent_by_first",
-                "2 stages, 8 micro-batches of 1 sample, 8 tokens, width 16, float64: bytes that stage 0 sends per step?",
+                "2 stages, 8 micro-batches of 1 sample, 8 tokens, width 16, float64: bytes that stage 0 sends per "
+                "step?",
                 "B",
             ),
             Prediction("messages_of_first", "In how many messages?", "messages"),
@@ -139,7 +141,8 @@ CARDS = (
         ),
         notes=(
             "Stage index i from 0: peak in flight min(P - i, M) under 1F1B, M under GPipe on every stage. torch "
-            "requires M >= P for 1F1B. The trainer's stages count a micro-batch from its forward pass to the end of its "
+            "requires M >= P for 1F1B. The trainer's stages count a micro-batch from its forward pass to the end of "
+            "its "
             "backward pass; the figures come from real ranks, not from the schedule."
         ),
         mistake="1F1B is praised for a smaller bubble. It reorders the same passes; only memory changes.",
@@ -176,7 +179,8 @@ CARDS = (
             "or context parallelism."
         ),
         notes=(
-            "Layers kept on stage 0: min(P, M) L/P = L under 1F1B for M >= P; M L/P under GPipe. The comparison is a run "
+            "Layers kept on stage 0: min(P, M) L/P = L under 1F1B for M >= P; M L/P under GPipe. The comparison is a "
+            "run "
             "with gradient accumulation over the same micro-batches. The last stage keeps one micro-batch, so the "
             "average over ranks does fall; the job needs the rank with the peak, and the head adds logits at the end."
         ),
@@ -185,7 +189,8 @@ CARDS = (
         predictions=(
             Prediction(
                 "layers_kept_first_1f1b",
-                "4 layers in 2 stages, 8 micro-batches, 1F1B: of how many layers (times micro-batches) does stage 0 keep "
+                "4 layers in 2 stages, 8 micro-batches, 1F1B: of how many layers (times micro-batches) does stage 0 "
+                "keep "
                 "activations?",
                 "layers",
             ),
@@ -214,7 +219,8 @@ CARDS = (
             "smaller micro-batches make each pass less efficient, so M is no free dial."
         ),
         notes=(
-            "V: stages per rank. Interleaved 1F1B: more messages, more micro-batches in flight. Zero bubble (ZB-H1 with "
+            "V: stages per rank. Interleaved 1F1B: more messages, more micro-batches in flight. Zero bubble (ZB-H1 "
+            "with "
             "one stage per rank): backward is split into input gradients, which the previous stage waits for, and "
             "weight gradients, which nobody waits for; with passes of equal length about (P-1)/(3 M+P-1). The formula "
             "also assumes that the optimizer waits for the flush."

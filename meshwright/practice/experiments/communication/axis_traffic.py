@@ -42,7 +42,7 @@ def batch_dependence(knobs: Knobs) -> Observation:
     values["data_per_sample_growth"] = values["data_growth"] / factor
     values["accumulation_growth"] = counted["accumulation"][0].wire() / counted["data"][0].wire()
     labels = tuple(AXES)
-    parts = {"growth": tuple(values[f"{axis}_growth"] for axis in labels)}
+    parts: dict[str, tuple[float, ...]] = {"growth": tuple(values[f"{axis}_growth"] for axis in labels)}
     title = f"growth of the bytes of a step, with a micro-batch {factor} times as large"
     note = "Data parallelism sends gradients, whose size is that of the model; the other axes send activations."
     return Observation(values, Bars(title, "times", labels, parts), (note,))
@@ -95,7 +95,7 @@ def tensor_parallel(knobs: Knobs) -> Observation:
         values[f"activation_{name}"] = step.peak["activation"] / samples / (ddp.peak["activation"] / 2)
         values[f"wire_{name}"] = step.wire() / ddp.wire()
     labels = ("tensor", "fsdp", "ddp")
-    parts = {
+    parts: dict[str, tuple[float, ...]] = {
         "peak parameters": tuple(values[f"parameter_{name}"] for name in labels),
         "peak activations per sample": tuple(values[f"activation_{name}"] for name in labels),
     }

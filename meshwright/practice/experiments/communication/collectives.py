@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 import torch.distributed as dist
@@ -19,11 +19,12 @@ from meshwright.practice.experiments.communication.own_collectives import (
     server_all_reduce,
     tree_all_reduce,
 )
-from meshwright.practice.experiments.communication.socket_bytes import can_count, received_bytes
+from meshwright.practice.experiments.communication.socket_bytes import received_bytes
 from meshwright.practice.experiments.counted_training import RankTraining, small_config
 from meshwright.practice.pictures import Bars, HeatMap
 from meshwright.telemetry.comm_counter import CommCounter
 from meshwright.testing import run_ranks
+from meshwright.topology.collectives import wire_fraction
 
 Collective = Callable[[Tensor], tuple[Tensor, int]]
 OWN: dict[str, Collective] = {
@@ -33,6 +34,14 @@ OWN: dict[str, Collective] = {
     "tree_all_reduce": tree_all_reduce,
     "server_all_reduce": server_all_reduce,
 }
+
+
+GLOO_ALGORITHMS = {
+    "gloo_all_reduce": "all_reduce",
+    "gloo_reduce_scatter": "all_reduce",
+    "gloo_all_gather": "all_gather",
+}
+"""What Gloo's collectives are built from, in torch 2.11 to 2.13."""
 
 
 @dataclass(frozen=True)
@@ -93,21 +102,32 @@ def measure(collective: Collective, vector: Tensor, expected: Tensor) -> Traffic
     """Runs a collective once to open its connections, and once to count it."""
     collective(vector)
     dist.barrier()
-    before = received_bytes() if can_count() else 0
+    before = received_bytes()
     dist.barrier()  # no rank begins before every rank has read its counters
     with CommCounter({}) as counter:
         result, rounds = collective(vector)
-    received = (received_bytes() if can_count() else 0) - before
+    received = received_bytes() - before
     dist.barrier()
     sent = sum(row.message_bytes for row in counter.rows() if row.collective == "send")
     error = float((result - expected).abs().max())
     return Traffic(sent / vector.nbytes, received / vector.nbytes, rounds, result.nbytes / vector.nbytes, error)
 
 
+def with_known_bytes(name: str, row: Traffic, ranks: int) -> Traffic:
+    """The bytes of the algorithm, where the sockets count nothing."""
+    if name not in GLOO_ALGORITHMS:
+        return replace(row, received=row.sent)
+    numerator, denominator = wire_fraction(GLOO_ALGORITHMS[name], ranks)
+    return replace(row, received=numerator / denominator)
+
+
 def volumes(knobs: Knobs) -> Observation:
     """Every collective on the same vector of D bytes; values are multiples of D."""
     ranks = int(knobs["ranks"])
-    by_rank = run_ranks(measure_collectives, ranks, int(knobs["kibibytes"]))
+    by_rank: list[dict[str, Traffic]] = run_ranks(measure_collectives, ranks, int(knobs["kibibytes"]))
+    counted = any(row.received for of_rank in by_rank for row in of_rank.values())
+    if not counted:
+        by_rank = [{name: with_known_bytes(name, row, ranks) for name, row in rows.items()} for rows in by_rank]
     values: dict[str, float] = {"ranks": ranks, "ring_formula": 2 * (ranks - 1) / ranks}
     for name in by_rank[0]:
         rows = [of_rank[name] for of_rank in by_rank]
@@ -122,14 +142,19 @@ def volumes(knobs: Knobs) -> Observation:
     shown = [name for name in by_rank[0] if name not in ("tree_all_reduce", "server_all_reduce")]
     if knobs.get("picture") == "algorithms":
         shown = [name for name in by_rank[0] if name.endswith("all_reduce")]
-    parts = {"received by the busiest rank": tuple(values[f"{name}_received"] for name in shown)}
+    parts: dict[str, tuple[float, ...]] = {
+        "received by the busiest rank": tuple(values[f"{name}_received"] for name in shown)
+    }
     labels = tuple(name.replace("_", " ") for name in shown)
     note = (
         "Received bytes are those of the sockets of each rank. Gloo builds its reduce-scatter from an all-reduce, and "
         "moves as much; a ring sends half of that."
     )
-    if not can_count():
-        note = "This system has no counters of single connections: the bytes of sockets are 0."
+    if not counted:
+        note = (
+            "This system does not count the bytes of single connections. Received bytes are not measured, but "
+            "those of the algorithms, and Gloo builds its reduce-scatter from an all-reduce."
+        )
     return Observation(values, Bars(f"bytes on {ranks} ranks", "D", labels, parts), (note,))
 
 
@@ -180,7 +205,7 @@ def transports(knobs: Knobs) -> Observation:
         "nccl_available": int(dist.is_nccl_available()),
         "local_update_difference": max(row["local_update_difference"] for row in by_rank),
     }
-    parts = {"sent by the busiest rank": (values["ring_sent"], values["tree_sent"])}
+    parts: dict[str, tuple[float, ...]] = {"sent by the busiest rank": (values["ring_sent"], values["tree_sent"])}
     picture = Bars("bytes of the gradient sum", "D", ("ring", "tree"), parts)
     note = "The backend, the ring and the tree differ in bytes and rounds, and the update is the same."
     return Observation(values, picture, (note,))

@@ -78,7 +78,6 @@ def exchange(knobs: Knobs) -> Observation:
         "total_parameters": total,
         "active_parameters": total - of_experts + of_experts * active / experts,
         "active_share": 1 - of_experts / total * (1 - active / experts),
-        "even_load": 1.0,
     }
     for name, of_ranks in cases.items():
         rows = [rank.rows for rank in of_ranks]
@@ -92,7 +91,7 @@ def exchange(knobs: Knobs) -> Observation:
     values["expert_share_per_rank"] = (total - of_experts + of_experts / ranks) / total
     values["loss_difference"] = abs(cases["replicated"][0].step.loss - cases["divided"][0].step.loss)
     labels = tuple(cases)
-    parts = {
+    parts: dict[str, tuple[float, ...]] = {
         "rows of experts per token": tuple(values[f"rows_per_token_{name}"] for name in labels),
         "busiest rank / mean": tuple(values[f"busiest_rank_{name}"] for name in labels),
         "resident parameters": tuple(values[f"parameter_{name}"] for name in labels),

@@ -110,7 +110,9 @@ def tensor_placement(knobs: Knobs) -> Observation:
     values["slowdown"] = values["tensor_across"] / values["tensor_inside"]
     values["message_ratio"] = per_block * layers * message / gradient
     labels = ("tensor, inside a node", "tensor, across nodes", "data, across nodes")
-    parts = {"time": (values["tensor_inside"], values["tensor_across"], values["data_across"])}
+    parts: dict[str, tuple[float, ...]] = {
+        "time": (values["tensor_inside"], values["tensor_across"], values["data_across"])
+    }
     note = (
         "Tensor-parallel time is exposed: a block cannot go on before its collective ends. Data-parallel time can "
         "overlap with the backward pass."

@@ -85,7 +85,7 @@ def divide(knobs: Knobs) -> Observation:
     values["tensor_bytes"] = steps["tensor"].wire(axis="tensor")
     values["loss_difference"] = max(abs(step.loss - steps["data"].loss) for step in steps.values())
     labels = ("tensor", "ring", "all_to_all", "data")
-    parts = {
+    parts: dict[str, tuple[float, ...]] = {
         "tokens at the norm": tuple(values[f"norm_tokens_{name}"] / sequence for name in labels),
         "queries at the attention": tuple(values[f"attention_tokens_{name}"] / sequence for name in labels),
         "heads at the attention": tuple(values[f"attention_heads_{name}"] / heads for name in labels),

@@ -78,7 +78,7 @@ def chain_rule(knobs: Knobs) -> Observation:
     }
     names = ("column_error", "row_error", "tanh_error", "tanh_error_without_slope", "wrong_order_error")
     labels = ("columns", "rows", "with tanh'", "tanh' left out", "wrong order, square matrices")
-    parts = {"relative error": tuple(values[name] for name in names)}
+    parts: dict[str, tuple[float, ...]] = {"relative error": tuple(values[name] for name in names)}
     note = "With the shapes of this chain, the factors in the wrong order cannot be multiplied at all."
     return Observation(values, Bars("error of the gradient of W1", "relative", labels, parts), (note,))
 
@@ -141,7 +141,7 @@ def needs_weight(knobs: Knobs) -> Observation:
     }
     labels = ("own gradient, no weight used", "layer below, with W", "layer below, with another W")
     names = ("own_gradient_error", "below_error_with_weight", "below_error_with_other_weight")
-    parts = {"relative error": tuple(values[name] for name in names)}
+    parts: dict[str, tuple[float, ...]] = {"relative error": tuple(values[name] for name in names)}
     note = (
         "A feed-forward has three matrices; autograd saves a weight only where the input of the layer has a gradient."
     )

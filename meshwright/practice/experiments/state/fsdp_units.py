@@ -83,7 +83,7 @@ def lifecycle(knobs: Knobs) -> Observation:
         values[f"peak{name}"] = step.peak["parameter"] / unit
         values[f"resident{name}"] = step.resident["parameter"] / unit
         values[f"activation{name}"] = step.peak["activation"] / ddp.peak["activation"]
-    parts = {
+    parts: dict[str, tuple[float, ...]] = {
         "resident shards": tuple(values[f"resident{name}"] for name in ("_ddp", "_keep", "")),
         "unsharded at the peak": tuple(
             values[f"peak{name}"] - values[f"resident{name}"] for name in ("_ddp", "_keep", "")
@@ -150,7 +150,7 @@ def granularity(knobs: Knobs) -> Observation:
         "device_ids_refused": int(refused),
         "loss_difference": abs(blocks.loss - whole.loss),
     }
-    parts = {
+    parts: dict[str, tuple[float, ...]] = {
         "parameters": (values["peak_by_block"], values["peak_as_one"]),
         "gradients": (values["gradient_by_block"], values["gradient_as_one"]),
     }
@@ -189,7 +189,9 @@ def seven_billion(knobs: Knobs) -> Observation:
     values["weights_of_two_blocks"] = formula.parameter / GB
     values["simulated_moments_of_two_blocks"] = simulated["optimizer"] / GB
     values["moments_of_two_blocks"] = formula.optimizer / GB
-    parts = {name: tuple(state[index] for state in states.values()) for index, name in enumerate(CLASSES)}
+    parts: dict[str, tuple[float, ...]] = {
+        name: tuple(state[index] for state in states.values()) for index, name in enumerate(CLASSES)
+    }
     picture = Bars(f"peak model state of one of {ranks} ranks", "GB", tuple(states), parts)
     note = "Weights and gradients are float32 with bfloat16 matrix products: 16 bytes per parameter with Adam."
     return Observation(values, picture, (note,))

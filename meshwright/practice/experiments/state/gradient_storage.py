@@ -21,7 +21,9 @@ def lifecycle(knobs: Knobs) -> Observation:
     """Follows the gradients of a small decoder: backward, accumulation, update and clearing."""
     [values] = run_ranks(follow_gradients, 1, int(knobs["backward_passes"]))
     labels = ("after backward", "zero_grad()", "zero_grad(set_to_none=False)")
-    parts = {"gradients": (values["bytes_after_backward"], values["bytes_none"], values["bytes_zero"])}
+    parts: dict[str, tuple[float, ...]] = {
+        "gradients": (values["bytes_after_backward"], values["bytes_none"], values["bytes_zero"])
+    }
     note = "With None, the optimizer skips a parameter; with zeros, momentum and weight decay still move it."
     return Observation(values, Bars("gradient memory", "bytes of all parameters", labels, parts), (note,))
 

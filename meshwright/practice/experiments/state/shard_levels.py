@@ -41,12 +41,14 @@ def level_values(step: CountedStep, ranks: int) -> dict[str, float]:
 def level_picture(counted: dict[str, list[CountedStep]], kind: str, ranks: int) -> Bars:
     first = [steps[0] for steps in counted.values()]
     if kind == "wire":
-        parts = {
+        sent: dict[str, tuple[float, ...]] = {
             collective: tuple(step.wire(collective) / step.model_bytes * ranks / (ranks - 1) for step in first)
             for collective in ("all_reduce", "reduce_scatter", "all_gather")
         }
-        return Bars("sent by one rank in a step, times n / (n - 1)", "bytes of all parameters", tuple(counted), parts)
-    parts = {name: tuple(step.peak[name] / step.model_bytes for step in first) for name in CLASSES}
+        return Bars("sent by one rank in a step, times n / (n - 1)", "bytes of all parameters", tuple(counted), sent)
+    parts: dict[str, tuple[float, ...]] = {
+        name: tuple(step.peak[name] / step.model_bytes for step in first) for name in CLASSES
+    }
     return Bars("peak memory of one rank", "bytes of all parameters", tuple(counted), parts)
 
 
@@ -59,30 +61,32 @@ def level_notes(values: dict[str, float]) -> tuple[str, ...]:
 
 
 def remedies(knobs: Knobs) -> Observation:
-    """What lowers the gradient bytes per token of data parallelism, each remedy alone, on four ranks."""
+    """What lowers the gradient bytes per token of data parallelism, each remedy alone, on four ranks. Each is compared
+    with plain DDP in the same precision.
+    """
     more = int(knobs["accumulation"])
     plain = ["--batch.global=4", "--batch.micro=1", "--model.layers=2"]
+    hybrid = ["--layout.shard=parameters", "--layout.shard_degree=2", "--layout.replicate=2"]
     counted = count_layouts(
         4,
         {
             "baseline": plain,
-            "bf16_reduction": [*plain, "--ddp.comm_hook=bf16_compress", "--precision.compute=fp32"],
             "accumulation": [*plain, f"--batch.global={4 * more}"],
             "larger_micro_batch": [*plain, f"--batch.global={4 * more}", f"--batch.micro={more}"],
-            "hybrid_sharding": [
-                *plain, "--layout.shard=parameters", "--layout.shard_degree=2", "--layout.replicate=2",
-            ],
+            "hybrid_sharding": [*plain, *hybrid],
+            "fp32_baseline": [*plain, "--precision.compute=fp32"],
+            "bf16_reduction": [*plain, "--precision.compute=fp32", "--ddp.comm_hook=bf16_compress"],
         },
-    )  # fmt: skip
-    scale = {"accumulation": more, "larger_micro_batch": more}
-    values: dict[str, float] = {"accumulation_steps": more}
-    baseline = counted["baseline"][0].wire()
-    for name, steps in counted.items():
-        axis = "replicate" if name == "hybrid_sharding" else ""
-        values[name] = steps[0].wire(axis=axis) / baseline / scale.get(name, 1)
-    # The bytes of the fp32 run are compared with those of an fp32 baseline, which are half of the float64 ones.
-    values["bf16_reduction"] *= 2
-    parts = {"per token": tuple(values[name] for name in counted)}
-    picture = Bars("bytes between replicas per token", "DDP = 1", tuple(counted), parts)
+    )
+    sent = {name: steps[0].wire(axis="replicate") for name, steps in counted.items()}
+    tokens = {"accumulation": more, "larger_micro_batch": more}
+    remedy_names = ("bf16_reduction", "accumulation", "larger_micro_batch", "hybrid_sharding")
+    values: dict[str, float] = {"accumulation_steps": more, "baseline": 1.0}
+    for name in remedy_names:
+        compared = sent["fp32_baseline" if name == "bf16_reduction" else "baseline"]
+        values[name] = sent[name] / compared / tokens.get(name, 1)
+    labels = ("baseline", *remedy_names)
+    parts: dict[str, tuple[float, ...]] = {"per token": tuple(values[name] for name in labels)}
+    picture = Bars("bytes between replicas per token", "DDP = 1", labels, parts)
     sentence = "Hybrid sharding counts the axis between replicas alone, which is the one that crosses nodes."
     return Observation(values, picture, (sentence,))

@@ -98,7 +98,9 @@ def compare_modes(knobs: Knobs) -> Observation:
         values[f"moment_spread_{mode}_{rule}"] = max(
             (distance(other, results[0][1]) for _, other in results if other), default=0.0
         )
-    parts = {rule: tuple(values[f"error_{mode}_{rule}"] for mode in MODES) for rule in RULES}
+    parts: dict[str, tuple[float, ...]] = {
+        rule: tuple(values[f"error_{mode}_{rule}"] for mode in MODES) for rule in RULES
+    }
     title = "difference from one process with the whole batch"
     picture = Bars(title, "distance that the process moved", MODES, parts)
     note = "Replicas are equal after every step in all modes; with AdamW, only the sum of gradients gives the update."

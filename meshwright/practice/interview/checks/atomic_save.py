@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from meshwright.practice.checks import Check
-from meshwright.practice.interview.evidence import Evidence
-from meshwright.practice.interview.interruptions import INTACT
+from meshwright.practice.interview.evidence import RunEvidence
+from meshwright.practice.interview.rank.interruptions import INTACT
 from meshwright.practice.interview.runner import ProbeFailed
 
 
-def atomic_save(evidence: Evidence) -> Check:
+def atomic_save(evidence: RunEvidence) -> Check:
     expected = "after a kill at any point of save, load returns the old state or the new one"
     try:
         points = evidence.interrupted_saves

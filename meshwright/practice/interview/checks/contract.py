@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from meshwright.practice.checks import Check
-from meshwright.practice.interview.evidence import Evidence
+from meshwright.practice.interview.evidence import RunEvidence
 from meshwright.practice.interview.exercise import CLARIFICATIONS, STAGES
 
 
-def clarified(evidence: Evidence) -> Check:
+def clarified(evidence: RunEvidence) -> Check:
     """The four questions were answered, or the answers were given with --assume."""
     chosen = ", ".join(f"{option} = {answer}" for option, answer in evidence.options.items())
     questions = " ".join(each.question for each in CLARIFICATIONS)
@@ -18,11 +18,11 @@ def clarified(evidence: Evidence) -> Check:
     return Check("clarified", evidence.answered, "an answer to each of the four questions", found, message)
 
 
-def contract(gate: int) -> Callable[[Evidence], Check]:
+def contract(gate: int) -> Callable[[RunEvidence], Check]:
     """The check that the functions of a gate and of those before it exist, with the contract's parameters."""
     needs = tuple(name for stage in STAGES if stage.gate <= gate for name in stage.needs)
 
-    def check(evidence: Evidence) -> Check:
+    def check(evidence: RunEvidence) -> Check:
         missing = evidence.submission.missing(needs)
         found = "all of them" if not missing else f"{len(missing)} missing or different"
         return Check(f"contract_{gate}", not missing, f"the functions {', '.join(needs)}", found, "; ".join(missing))

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from meshwright.practice.checks import Check
-from meshwright.practice.interview.evidence import Evidence
+from meshwright.practice.interview.evidence import RunEvidence
 from meshwright.practice.interview.exercise import BASE_CONFIG
-from meshwright.practice.interview.probes import BATCH_CASES
+from meshwright.practice.interview.rank.probes import BATCH_CASES
 from meshwright.practice.interview.runner import ProbeFailed
 
 
-def global_batch(evidence: Evidence) -> Check:
+def global_batch(evidence: RunEvidence) -> Check:
     expected_values = []
     for case in BATCH_CASES:
         config = BASE_CONFIG | case

@@ -6,9 +6,9 @@ import torch
 
 from meshwright.io import format_bytes
 from meshwright.practice.checks import Check
-from meshwright.practice.interview.evidence import RANKS, Evidence
+from meshwright.practice.interview.evidence import RANKS, RunEvidence
 from meshwright.practice.interview.exercise import BASE_CONFIG
-from meshwright.practice.interview.probes import largest_difference
+from meshwright.practice.interview.rank.probes import largest_difference
 from meshwright.practice.interview.runner import ProbeFailed
 
 TOLERANCE = 1e-10
@@ -17,7 +17,7 @@ MAX_REDUCTIONS = 1.5
 """Reduced bytes per gradient bytes up to which a step counts as synchronised once; a loss may be reduced as well."""
 
 
-def two_ranks_run(evidence: Evidence) -> Check:
+def two_ranks_run(evidence: RunEvidence) -> Check:
     expected = f"3 optimizer steps on each of {RANKS} ranks"
     try:
         traces = evidence.two_ranks
@@ -31,7 +31,7 @@ def two_ranks_run(evidence: Evidence) -> Check:
     return Check("two_ranks_run", passed, expected, f"steps per rank: {steps}", message)
 
 
-def gradient_union(evidence: Evidence) -> Check:
+def gradient_union(evidence: RunEvidence) -> Check:
     """Before each optimizer step, every rank has the mean gradient over the samples of all ranks."""
     expected = f"the gradient of one process on the samples of {RANKS} ranks, within {TOLERANCE:g} in float64"
     try:
@@ -80,7 +80,7 @@ def explain_error(ranks: list[dict[str, torch.Tensor]], reference: dict[str, tor
     return "All ranks have the same gradient, but not that of the union of their samples."
 
 
-def sync_once(evidence: Evidence) -> Check:
+def sync_once(evidence: RunEvidence) -> Check:
     """The gradient is reduced once per optimizer step, not once per backward pass."""
     trace = evidence.two_ranks[0]
     step, size = trace.steps[-1], max(1, trace.gradient_bytes)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 
 from meshwright.practice.checks import Check
-from meshwright.practice.interview.evidence import Evidence
+from meshwright.practice.interview.evidence import RunEvidence
 from meshwright.practice.interview.exercise import BASE_CONFIG
 from meshwright.practice.interview.runner import ProbeFailed
 
@@ -13,7 +13,7 @@ EXAMPLES = 6
 """Samples that a message names."""
 
 
-def partition_deterministic(evidence: Evidence) -> Check:
+def partition_deterministic(evidence: RunEvidence) -> Check:
     """Two calls with the same arguments return the same samples."""
     expected = "the same samples for the same arguments"
     try:
@@ -28,7 +28,7 @@ def partition_deterministic(evidence: Evidence) -> Check:
     return Check("partition_deterministic", not differing, expected, found, message)
 
 
-def partition_union(evidence: Evidence) -> Check:
+def partition_union(evidence: RunEvidence) -> Check:
     """No sample of the data set is missing, and none is outside of it."""
     expected, problem = "the union over ranks is the data set", ""
     for (count, size, _), ranks in evidence.partitions.items():
@@ -52,7 +52,7 @@ def duplicates(count: int, ranks: list[tuple[list[int], list[int]]]) -> tuple[li
     return repeated, len(lengths) == 1 and 0 < extra < len(ranks) and len(counter) == count
 
 
-def partition_overlap(evidence: Evidence) -> Check:
+def partition_overlap(evidence: RunEvidence) -> Check:
     """No sample is on two ranks; padding has a check of its own."""
     problem = ""
     for (count, size, _), ranks in evidence.partitions.items():
@@ -73,7 +73,7 @@ def partition_overlap(evidence: Evidence) -> Check:
     return Check("partition_overlap", not problem, "no sample twice in an epoch", problem or "none", message)
 
 
-def partition_padding(evidence: Evidence) -> Check:
+def partition_padding(evidence: RunEvidence) -> Check:
     """Ranks are not made equally long by repeating samples."""
     problem = ""
     for (count, size, _), ranks in evidence.partitions.items():
@@ -91,7 +91,7 @@ def partition_padding(evidence: Evidence) -> Check:
     return Check("partition_padding", not problem, "no padding with repeated samples", problem or "none", message)
 
 
-def partition_reshuffle(evidence: Evidence) -> Check:
+def partition_reshuffle(evidence: RunEvidence) -> Check:
     cases = evidence.partitions
     first, second = ([ranks[0] for ranks in cases[24, 2, epoch]] for epoch in (0, 1))
     found = "another order" if first != second else "the order of epoch 0 again"
@@ -99,7 +99,7 @@ def partition_reshuffle(evidence: Evidence) -> Check:
     return Check("partition_reshuffle", first != second, "another order in epoch 1 than in epoch 0", found, message)
 
 
-def sampler_used(evidence: Evidence) -> Check:
+def sampler_used(evidence: RunEvidence) -> Check:
     """`train` reads on each rank what `partition` says, in that order."""
     count, problem = BASE_CONFIG["num_samples"], ""
     for rank, trace in enumerate(evidence.two_ranks):

@@ -8,7 +8,7 @@ from typing import Any
 from meshwright.io import format_percent
 from meshwright.practice.checks import Check
 from meshwright.practice.interview.checks.records import step_records
-from meshwright.practice.interview.evidence import DELAY, SLOW_FETCH_AT, SLOW_LOSS_AT, Evidence
+from meshwright.practice.interview.evidence import DELAY, SLOW_FETCH_AT, SLOW_LOSS_AT, RunEvidence
 
 PHASE_NAMES = {
     "fetch": ("fetch", "data", "data_wait", "data_fetch", "loader", "loader_wait"),
@@ -26,7 +26,7 @@ SEEN = 0.9
 """share of an injected delay that its phase must show; a sleep never ends early"""
 
 
-def seconds_of(record: dict[str, Any], phase: str) -> float | None:
+def phase_seconds(record: dict[str, Any], phase: str) -> float | None:
     """The seconds of a phase in a record, or None."""
     phases = record.get("phases")
     if not isinstance(phases, dict):
@@ -38,16 +38,16 @@ def seconds_of(record: dict[str, Any], phase: str) -> float | None:
     return None
 
 
-def all_steps(evidence: Evidence) -> list[dict[str, Any]]:
+def all_steps(evidence: RunEvidence) -> list[dict[str, Any]]:
     return [record for lines in evidence.records.values() for record in step_records(lines)]
 
 
-def phases_timed(evidence: Evidence) -> Check:
+def phases_timed(evidence: RunEvidence) -> Check:
     records = all_steps(evidence)
     expected = f"seconds of {', '.join(PHASE_NAMES)} in every record"
-    missing = [name for name in PHASE_NAMES if any(seconds_of(record, name) is None for record in records)]
+    missing = [name for name in PHASE_NAMES if any(phase_seconds(record, name) is None for record in records)]
     zero = [
-        name for name in ("forward", "backward", "update") if not any(seconds_of(record, name) for record in records)
+        name for name in ("forward", "backward", "update") if not any(phase_seconds(record, name) for record in records)
     ]
     message = ""
     if missing:
@@ -60,10 +60,10 @@ def phases_timed(evidence: Evidence) -> Check:
     return Check("phases_timed", not message, expected, found, message)
 
 
-def phases_within_step(evidence: Evidence) -> Check:
+def phases_within_step(evidence: RunEvidence) -> Check:
     """Phases do not overlap: their sum is at most the time of the step."""
     shares = [
-        sum(seconds_of(record, name) or 0.0 for name in PHASE_NAMES) / record["seconds"]
+        sum(phase_seconds(record, name) or 0.0 for name in PHASE_NAMES) / record["seconds"]
         for record in all_steps(evidence)
         if record["seconds"] > 0
     ]
@@ -74,13 +74,13 @@ def phases_within_step(evidence: Evidence) -> Check:
     return Check("phases_within_step", passed, "the sum of the phases is at most the time of the step", found, message)
 
 
-def phases_attributed(evidence: Evidence) -> Check:
+def phases_attributed(evidence: RunEvidence) -> Check:
     """A slow fetch appears as fetch and a slow forward pass as forward."""
     problem, expected = "", f"delays of {DELAY * 1e3:.0f} ms in fetch and in loss appear in fetch and in forward"
     for rank, lines in sorted(evidence.records.items()):
         records = step_records(lines)
         for step, phase in ((SLOW_FETCH_AT, "fetch"), (SLOW_LOSS_AT, "forward")):
-            seconds = seconds_of(records[step], phase) or 0.0
+            seconds = phase_seconds(records[step], phase) or 0.0
             if seconds < SEEN * DELAY:
                 problem = problem or f"rank {rank}, step {step + 1}: {phase} shows {seconds * 1e3:.1f} ms"
     message = "" if not problem else "Start and stop the clock of a phase directly around what it is named for."

@@ -6,7 +6,7 @@ import itertools
 from typing import Any
 
 from meshwright.practice.checks import Check
-from meshwright.practice.interview.evidence import RANKS, STEPS, Evidence
+from meshwright.practice.interview.evidence import RANKS, STEPS, RunEvidence
 
 KEYS = ("rank", "world_size", "step", "loss", "seconds")
 
@@ -16,7 +16,7 @@ def step_records(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:
     return [line for line in lines if "loss" in line and "error" not in line]
 
 
-def rank_records(evidence: Evidence) -> Check:
+def rank_records(evidence: RunEvidence) -> Check:
     expected = f"{STEPS} records with {', '.join(KEYS)} from each of {RANKS} ranks"
     records = {rank: step_records(lines) for rank, lines in evidence.records.items()}
     counts = {rank: len(records.get(rank, [])) for rank in range(RANKS)}
@@ -47,7 +47,7 @@ def wrong_fields(records: dict[int, list[dict[str, Any]]]) -> str:
     return ""
 
 
-def rank_errors(evidence: Evidence) -> Check:
+def rank_errors(evidence: RunEvidence) -> Check:
     """The rank that fails says so itself: the others only see that it is gone."""
     failing = RANKS - 1
     errors = [line for line in evidence.failure_records.get(failing, []) if line.get("error")]

@@ -18,14 +18,14 @@ from meshwright.practice.interview.checks import (
     resume,
     single_process,
 )
-from meshwright.practice.interview.evidence import Evidence
+from meshwright.practice.interview.evidence import RunEvidence
 
 
 @dataclass(frozen=True)
 class CheckedProperty:
     """A check, the checks without which its result would mean nothing, and the answer that asks."""
 
-    decide: Callable[[Evidence], Check]
+    decide: Callable[[RunEvidence], Check]
     requires: tuple[str, ...] = ()
     answer: tuple[str, str] | None = None
     """(option, answer) of a clarifying question; None if the check always applies"""

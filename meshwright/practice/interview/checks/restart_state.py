@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from meshwright.practice.checks import Check
-from meshwright.practice.interview.evidence import Evidence
-from meshwright.practice.interview.probes import DIFFERS, FAILS, largest_difference
+from meshwright.practice.interview.evidence import RunEvidence
+from meshwright.practice.interview.rank.probes import DIFFERS, FAILS, largest_difference
 from meshwright.practice.interview.runner import ProbeFailed
 
 TOLERANCE = 1e-10
 """of float64; both runs sum in the same order"""
 
 
-def state_keys(evidence: Evidence) -> str:
+def state_keys(evidence: RunEvidence) -> str:
     try:
         keys = evidence.restarts["keys"]
     except ProbeFailed:
@@ -19,7 +19,7 @@ def state_keys(evidence: Evidence) -> str:
     return ", ".join(keys) if keys else "none"
 
 
-def restart_state(evidence: Evidence) -> Check:
+def restart_state(evidence: RunEvidence) -> Check:
     """The parameters after a resume equal those without the kill."""
     difference = largest_difference(evidence.resumed.final, evidence.uninterrupted[0].final)
     expected = f"the parameters of the uninterrupted run, within {TOLERANCE:g}"
@@ -37,7 +37,7 @@ def restart_state(evidence: Evidence) -> Check:
     return Check("restart_state", not message, expected, found, message)
 
 
-def restart_manifest(evidence: Evidence) -> Check:
+def restart_manifest(evidence: RunEvidence) -> Check:
     """Drop-one test: without an entry of the state, a resume is refused, or it did not need the entry."""
     expected = "a resume without an entry of the state is refused, or gives the same parameters"
     try:
@@ -59,7 +59,7 @@ def restart_manifest(evidence: Evidence) -> Check:
     return Check("restart_manifest", not silent, expected, found, message)
 
 
-def config_identity(evidence: Evidence) -> Check:
+def config_identity(evidence: RunEvidence) -> Check:
     """A resume with another config is refused."""
     expected = "a resume with another lr or num_samples is refused"
     accepted = [change for change, outcome in evidence.restarts["others"] if outcome != FAILS]

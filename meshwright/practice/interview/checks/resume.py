@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from meshwright.practice.checks import Check
 from meshwright.practice.interview.checks.partition import shown
-from meshwright.practice.interview.evidence import KILL_AT, RANKS, STEPS, Evidence, Resumed, merged
+from meshwright.practice.interview.evidence import KILL_AT, RANKS, STEPS, Resumed, RunEvidence, merged
 from meshwright.practice.interview.runner import ProbeFailed
 
 
-def restart_run(evidence: Evidence) -> Check:
+def restart_run(evidence: RunEvidence) -> Check:
     """A run is killed and resumed on two ranks; the uninterrupted one is the reference."""
     expected = f"a run of {STEPS} steps, and one that is killed in step {KILL_AT + 1} and resumed"
     try:
@@ -23,7 +23,7 @@ def restart_run(evidence: Evidence) -> Check:
     return Check("restart_run", not message, expected, found, message)
 
 
-def stream(evidence: Evidence) -> list[list[int]]:
+def stream(evidence: RunEvidence) -> list[list[int]]:
     """The samples of each step of the uninterrupted run."""
     return merged([[step.samples for step in trace.steps] for trace in evidence.uninterrupted])
 
@@ -42,7 +42,7 @@ def replayed(reference: list[list[int]], resumed: Resumed) -> list[int]:
     return [sample for sample in resumed.after[0] if sample in seen]
 
 
-def resume_replay(evidence: Evidence) -> Check:
+def resume_replay(evidence: RunEvidence) -> Check:
     reference, resumed = stream(evidence), evidence.resumed
     again = replayed(reference, resumed)
     start = first_step(reference, resumed)
@@ -56,7 +56,7 @@ def resume_replay(evidence: Evidence) -> Check:
     return Check("resume_replay", not again, expected, found, message)
 
 
-def resume_skip(evidence: Evidence) -> Check:
+def resume_skip(evidence: RunEvidence) -> Check:
     """The resumed steps read what the uninterrupted run reads in the same steps."""
     reference, resumed = stream(evidence), evidence.resumed
     expected = f"steps {resumed.saved_step + 1} to {STEPS} read what they read without the kill"
@@ -69,7 +69,7 @@ def resume_skip(evidence: Evidence) -> Check:
     return Check("resume_skip", False, expected, found, message)
 
 
-def elastic_resume(evidence: Evidence) -> Check:
+def elastic_resume(evidence: RunEvidence) -> Check:
     """A resume on one rank instead of two reads the same samples per step."""
     expected = f"a run of {RANKS} ranks continues on one rank, with the same samples per step"
     try:

@@ -5,14 +5,14 @@ from __future__ import annotations
 from math import isfinite
 
 from meshwright.practice.checks import Check
-from meshwright.practice.interview.evidence import Evidence
-from meshwright.practice.interview.probes import LOSS_STEPS
+from meshwright.practice.interview.evidence import RunEvidence
+from meshwright.practice.interview.rank.probes import LOSS_STEPS
 from meshwright.practice.interview.runner import ProbeFailed
 
 EPOCH = LOSS_STEPS["num_samples"] // (LOSS_STEPS["micro_batch"] * LOSS_STEPS["accumulation"])
 
 
-def single_run(evidence: Evidence) -> Check:
+def single_run(evidence: RunEvidence) -> Check:
     """`train` ends on one rank, through the functions of the contract."""
     steps = LOSS_STEPS["steps"]
     expected = f"{steps} optimizer steps on one rank, with one loss each"
@@ -33,7 +33,7 @@ def single_run(evidence: Evidence) -> Check:
     return Check("single_run", not message, expected, found, message)
 
 
-def loss_falls(evidence: Evidence) -> Check:
+def loss_falls(evidence: RunEvidence) -> Check:
     losses = evidence.single[0].losses
     finite = all(map(isfinite, losses))
     first, last = sum(losses[:EPOCH]) / EPOCH, sum(losses[-EPOCH:]) / EPOCH
@@ -46,7 +46,7 @@ def loss_falls(evidence: Evidence) -> Check:
     return Check("loss_falls", not message, "a lower mean loss in the last epoch than in the first", found, message)
 
 
-def deterministic_run(evidence: Evidence) -> Check:
+def deterministic_run(evidence: RunEvidence) -> Check:
     _, first, second = evidence.single
     differing = sum(one != other for one, other in zip(first, second, strict=False)) + abs(len(first) - len(second))
     found = "equal losses" if not differing else f"{differing} of {len(first)} losses differ"

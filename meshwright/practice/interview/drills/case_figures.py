@@ -20,7 +20,7 @@ from meshwright.planner.search.explain import Explanation, explain
 from meshwright.planner.search.ladder import Bottleneck, find_bottleneck
 from meshwright.planner.workload.workload_args import build_workload
 from meshwright.practice.interview.drills.quantities import Figure
-from meshwright.practice.interview.drills.scenarios import Remedy, Scenario, ScenarioCase
+from meshwright.practice.interview.drills.scenarios import DrillScenario, Remedy, ScenarioCase
 
 MIN_GAIN = 0.8
 """A remedy for lost time helps if at most this share of the lost share of a step remains."""
@@ -37,7 +37,7 @@ class JudgedRemedy:
 class DrillCase:
     """What an answer is compared with."""
 
-    scenario: Scenario
+    scenario: DrillScenario
     case: ScenarioCase
     now: Estimate
     bottleneck: Bottleneck
@@ -67,13 +67,13 @@ class DrillCase:
         return explain(self.best.estimate, others, (self.now, self.bottleneck))
 
 
-def draw_case(scenario: Scenario, seed: int) -> DrillCase:
+def draw_case(scenario: DrillScenario, seed: int) -> DrillCase:
     """The case that a seed draws, with its estimates."""
     case = random.Random(f"{scenario.name}-{seed}").choice(scenario.cases)
     return judge_case(scenario, case)
 
 
-def judge_case(scenario: Scenario, case: ScenarioCase) -> DrillCase:
+def judge_case(scenario: DrillScenario, case: ScenarioCase) -> DrillCase:
     cluster = resolve_cluster(case.cluster)
     caches: dict[int, CostCache] = {}
 

@@ -46,7 +46,7 @@ def grade_answer(case: DrillCase, answer: Mapping[str, str]) -> list[Check]:
         words("problem.limit", LIMITS[limit], answer["problem"], f"what limits the job: {limit}"),
         number("problem.figure", answer["problem"], problem_figures(case)),
         strategy_check,
-        words("mechanism.state", state, answer["mechanism"], "the state that moves, is sharded or is computed again"),
+        words("mechanism.state", state, answer["mechanism"], "the state that moves, is sharded or is recomputed"),
         min(
             (collectives(each, answer["communication"]) for each in judged),
             key=lambda check: (not check.passed, check.message),

@@ -40,19 +40,19 @@ MAX_NUMBERS = 200
 
 
 @dataclass(frozen=True)
-class Quantity:
+class StatedQuantity:
     value: float
     """in bytes, seconds, a share of 1, or a ratio"""
     dimension: str
     text: str
 
 
-def quantities(text: str) -> list[Quantity]:
+def quantities(text: str) -> list[StatedQuantity]:
     """The numbers with units in a text, in order."""
     found = []
     for match in NUMBER.finditer(text):
         dimension, factor = UNITS[match[2].lower()]
-        found.append(Quantity(float(match[1].replace(",", "")) * factor, dimension, match[0]))
+        found.append(StatedQuantity(float(match[1].replace(",", "")) * factor, dimension, match[0]))
         if len(found) == MAX_NUMBERS:
             break
     return found
@@ -67,7 +67,7 @@ class Figure:
     dimension: str
 
 
-def agreeing(text: str, figures: list[Figure], factor: float) -> tuple[Quantity, Figure] | None:
+def agreeing(text: str, figures: list[Figure], factor: float) -> tuple[StatedQuantity, Figure] | None:
     """The first number of the text that is within `factor` of a figure of its dimension."""
     for quantity in quantities(text):
         for figure in figures:

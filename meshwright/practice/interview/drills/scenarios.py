@@ -34,7 +34,7 @@ class ScenarioCase:
 
 
 @dataclass(frozen=True)
-class Scenario:
+class DrillScenario:
     """A question, what limits the job in it, and its cases. `limit` is memory, communication, bubble or batch."""
 
     name: str
@@ -137,7 +137,7 @@ FREE_CHECKPOINTING = (
 SCENARIOS = {
     scenario.name: scenario
     for scenario in (
-        Scenario(
+        DrillScenario(
             "barely_exceeds",
             "The job runs out of memory, by a little. What do you change first?",
             "memory",
@@ -148,7 +148,7 @@ SCENARIOS = {
             ),
             (CHEAPER_SHARDING, FREE_CHECKPOINTING),
         ),
-        Scenario(
+        DrillScenario(
             "all_reduce_dominates",
             "Most of the step is gradient all-reduce. What do you change?",
             "communication",
@@ -158,7 +158,7 @@ SCENARIOS = {
                 slow_network("llama-1b", "a100-40:1x16", 16, 32, 1024),
             ),
         ),
-        Scenario(
+        DrillScenario(
             "activation_spikes",
             "Memory peaks at the end of forward, far beyond the model state. What do you change?",
             "memory",
@@ -176,13 +176,13 @@ SCENARIOS = {
                 ),
             ),
         ),
-        Scenario(
+        DrillScenario(
             "stage_idles",
             "One pipeline stage computes while the others wait. What do you change?",
             "bubble",
             (short_pipeline("h100:8x2", 16), short_pipeline("a100-80:8x2", 32)),
         ),
-        Scenario(
+        DrillScenario(
             "substantially_exceeds",
             "The model state alone is larger than the device. What do you change?",
             "memory",
@@ -193,14 +193,14 @@ SCENARIOS = {
             ),
             (CHEAPER_SHARDING,),
         ),
-        Scenario(
+        DrillScenario(
             "enormous",
             "A very large model on dedicated nodes: sharded over all devices it still does not fit. What do you add?",
             "memory",
             (enormous_model("h100:8x64", 512), enormous_model("h100:8x128", 1024)),
             (CHEAPER_SHARDING, FREE_CHECKPOINTING),
         ),
-        Scenario(
+        DrillScenario(
             "bigger_batch",
             "The job is too slow, and somebody asks: why not just make the batch four times as large?",
             "batch",
@@ -217,7 +217,7 @@ SCENARIOS = {
 }
 
 
-def find_scenario(name: str) -> Scenario:
+def find_scenario(name: str) -> DrillScenario:
     if name not in SCENARIOS:
         raise ConfigError(f"--drill {name[:40]} is unknown", f"expected one of {', '.join(SCENARIOS)}")
     return SCENARIOS[name]

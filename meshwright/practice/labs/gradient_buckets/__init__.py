@@ -54,5 +54,5 @@ LAB = Lab(
         "the all-reduce of such a bucket itself, with zeros in place of the missing gradient.",
     ),
     items=(18, 19, 22, 23, 24, 25, 26, 112, 153),
-    chapter="handbook/communication.md",
+    chapter="handbook/data-parallelism.md",
 )

@@ -6,9 +6,9 @@ LAB = Lab(
     id="resumable_sampler",
     title="A sampler that resumes exactly",
     problem=(
-        "A run that restarts must not train on a sample twice, nor leave one out, even if it restarts on other "
-        "ranks. torch's DistributedSampler has no position, and it repeats samples to fill the last batch. Here the "
-        "order of samples is a pure function of the seed and the epoch, the state is a position in that order, and "
+        "A run that restarts must not train on a sample twice, nor leave one out, even if it restarts on another "
+        "number of ranks. torch's DistributedSampler has no position, and repeats samples to fill the last batch. Here "
+        "the order of samples is a pure function of the seed and the epoch, the state is a position in that order, and "
         "a rank takes its part of the global batch from it. Epochs follow one another without a gap: a batch may have "
         "the last samples of one epoch and the first ones of the next."
     ),
@@ -28,7 +28,6 @@ LAB = Lab(
         "indices",
         "ranks do not overlap",
         "every sample once per epoch",
-        "epoch boundary",
         "order changes with the epoch",
         "order depends on the seed",
         "same state on all ranks",
@@ -45,8 +44,8 @@ LAB = Lab(
         "its random numbers. With seed + epoch, epoch 1 of seed 0 would be epoch 0 of seed 1.",
         "The global batch is the positions from `position` to `position + batch_size`. Rank r takes every N-th one, "
         "starting with r. The position counts the samples of all ranks together, so it means the same for any N.",
-        "The state needs the seed, the length and the position, and nothing else: the order is computed again.",
+        "The state needs the seed, the length and the position, and nothing else: the order follows from them.",
     ),
     items=(82, 89, 99, 101, 107, 124),
-    chapter="handbook/data.md",
+    chapter="handbook/data-and-resume.md",
 )

@@ -24,7 +24,7 @@ Batch = list[list[int]]
 """The samples of every rank."""
 
 
-class Sampler:
+class GradedSampler:
     """The user's functions, called on all ranks one after the other, with the state passed through JSON."""
 
     def __init__(self, module: Any, seed: int = 0, length: int = LENGTH) -> None:
@@ -90,27 +90,19 @@ def check_epochs(work: Work, batches: list[Batch]) -> None:
         message = f"the last samples of epoch 0 are left out of batch {whole}: an epoch need not end with a batch"
     else:
         message = "samples are repeated to fill the last batch of an epoch: go on with the next epoch instead"
+    found = f"{len(uneven)} samples are not, such as {uneven[0]}: {counts[uneven[0]]} times" if uneven else "they are"
     work.check(
         "every sample once per epoch",
-        not uneven and not repeated,
+        not uneven and not repeated and rest <= {*crossing},
         f"each of {LENGTH} samples {EPOCHS} times in {STEPS} batches of {BATCH}",
-        f"{len(uneven)} samples are not, such as {uneven[0]}: {counts[uneven[0]]} times" if uneven else "they are",
+        found if rest <= {*crossing} else f"batch {whole} is {sorted(crossing)}",
         message,
-    )
-    if uneven or repeated:
-        return
-    work.check(
-        "epoch boundary",
-        rest <= {*crossing},
-        f"batch {whole} has the last {len(rest)} samples of epoch 0, {sorted(rest)}, and the first ones of epoch 1",
-        f"{sorted(crossing)}",
-        "the batch goes on with the next epoch where one ends: divmod(position, length)",
     )
 
 
 def epoch_order(module: Any, seed: int, epoch: int) -> list[list[int]]:
     """The batches of one epoch of a dataset whose length is a multiple of the batch."""
-    sampler = Sampler(module, seed, 10 * BATCH)
+    sampler = GradedSampler(module, seed, 10 * BATCH)
     return [flat([batch]) for batch in sampler.run(1, 10 * (epoch + 1))][-10:]
 
 
@@ -144,7 +136,7 @@ def check_orders(work: Work) -> None:
 
 def check_resume(work: Work, batches: list[Batch]) -> None:
     """Stops after every step, and goes on from the state, as JSON, with the same and with other numbers of ranks."""
-    others = {ranks: Sampler(work.module).run(ranks, STEPS) for ranks in (1, 2, 6)}
+    others = {ranks: GradedSampler(work.module).run(ranks, STEPS) for ranks in (1, 2, 6)}
     wrong = [ranks for ranks, found in others.items() if as_sets(found) != as_sets(batches)]
     work.check(
         "any number of ranks",
@@ -169,9 +161,9 @@ def check_resume(work: Work, batches: list[Batch]) -> None:
 def first_difference(work: Work, batches: list[Batch], ranks: int) -> int:
     """The first step after which a resumed sampler has other global batches; -1 if there is none."""
     for stop in range(1, STEPS):
-        sampler = Sampler(work.module)
+        sampler = GradedSampler(work.module)
         sampler.run(RANKS, stop)
-        resumed = Sampler(work.module)  # as in a new process: the functions start again
+        resumed = GradedSampler(work.module)  # as in a new process: the functions start again
         resumed.state = sampler.state
         if as_sets(resumed.run(ranks, STEPS - stop)) != as_sets(batches[stop:]):
             return stop
@@ -179,7 +171,7 @@ def first_difference(work: Work, batches: list[Batch], ranks: int) -> int:
 
 
 def check_state(work: Work) -> None:
-    sampler = Sampler(work.module, 0, LONG)
+    sampler = GradedSampler(work.module, 0, LONG)
     sampler.run(1, 3)
     size = len(json.dumps(sampler.state))
     work.check(
@@ -187,14 +179,14 @@ def check_state(work: Work) -> None:
         size <= MAX_STATE,
         f"at most {MAX_STATE} bytes of JSON, for {LONG:,} samples as for {LENGTH}",
         f"{size:,} bytes",
-        "the order can be computed again from the seed: it is not part of the state",
+        "the order follows from the seed: it is not part of the state",
     )
     changed = [name for name, state in GLOBAL_STATES.items() if moves(work, state)]
     random.seed(1)
-    first = as_sets(Sampler(work.module).run(1, STEPS))
+    first = as_sets(GradedSampler(work.module).run(1, STEPS))
     random.seed(2)
     torch.manual_seed(2)
-    depends = as_sets(Sampler(work.module).run(1, STEPS)) != first
+    depends = as_sets(GradedSampler(work.module).run(1, STEPS)) != first
     work.check(
         "random state",
         not changed and not depends,
@@ -216,13 +208,13 @@ GLOBAL_STATES: dict[str, Callable[[], object]] = {
 
 def moves(work: Work, state: Callable[[], object]) -> bool:
     before = state()
-    Sampler(work.module).run(1, STEPS)
+    GradedSampler(work.module).run(1, STEPS)
     return state() != before
 
 
 def grade(work: Work) -> None:
     with work.attempt("functions return"):
-        sampler = Sampler(work.module)
+        sampler = GradedSampler(work.module)
         batches = sampler.run(RANKS, STEPS)
     with work.user_code("resume"):
         check_indices(work, batches)

@@ -53,5 +53,5 @@ LAB = Lab(
         "the tensor itself.",
     ),
     items=(64, 131, 132, 156),
-    chapter="handbook/communication.md",
+    chapter="handbook/collectives.md",
 )

@@ -70,5 +70,5 @@ LAB = Lab(
         "row_linear(gelu(column_linear(x, up_shard)), down_shard, bias).",
     ),
     items=(37, 38, 39, 41, 122, 147),
-    chapter="handbook/model-parallelism.md",
+    chapter="handbook/tensor-and-sequence.md",
 )

@@ -26,7 +26,7 @@ class SumGradient(torch.autograd.Function):
         return sum_over_ranks(gradients[0])
 
 
-class SumOutput(torch.autograd.Function):
+class SumPartialProducts(torch.autograd.Function):
     """An all-reduce in forward, and the identity in backward: each rank gets the gradient of the whole sum."""
 
     @staticmethod
@@ -55,7 +55,7 @@ def column_linear(x: Tensor, weight_shard: Tensor) -> Tensor:
 
 def row_linear(x_shard: Tensor, weight_shard: Tensor, bias: Tensor) -> Tensor:
     """The bias is added once, after the sum."""
-    total: Tensor = SumOutput.apply(F.linear(x_shard, weight_shard))  # type: ignore[no-untyped-call]
+    total: Tensor = SumPartialProducts.apply(F.linear(x_shard, weight_shard))  # type: ignore[no-untyped-call]
     return total + bias
 
 

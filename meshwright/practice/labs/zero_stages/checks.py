@@ -239,7 +239,9 @@ def grade_zero2(work: Work) -> None:
         f"{len(early)} of {len(reduced)}",
         "reduce each gradient in its hook: if backward has to end first, all full gradients exist at the same time",
     )
-    check_bytes(work, "ZeRO-2", records, 2, "the reduce-scatter of a gradient is enough: nothing is reduced twice")
+    check_bytes(
+        work, "ZeRO-2", records, 2, "one reduce-scatter per gradient and one all-gather per weight: no more, no less"
+    )
     hint = "set weight.grad to None in the hook: else all full gradients stay until the end of backward"
     check_memory(work, "ZeRO-2", records, 5.0, "(five of twelve weights) beside the given tensors", hint)
 

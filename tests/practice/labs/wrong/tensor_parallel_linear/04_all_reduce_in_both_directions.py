@@ -5,7 +5,7 @@ import torch.nn.functional as F
 
 from meshwright.practice.labs.tensor_parallel_linear.solution import (
     SumGradient,
-    SumOutput,
+    SumPartialProducts,
     column_linear,
     shard_column,
     shard_row,
@@ -13,7 +13,7 @@ from meshwright.practice.labs.tensor_parallel_linear.solution import (
 
 
 def row_linear(x_shard, weight_shard, bias):
-    return SumOutput.apply(SumGradient.apply(F.linear(x_shard, weight_shard))) + bias
+    return SumPartialProducts.apply(SumGradient.apply(F.linear(x_shard, weight_shard))) + bias
 
 
 def mlp(x, up_shard, down_shard, bias):

@@ -5,7 +5,7 @@ import torch.nn.functional as F
 
 from meshwright.practice.labs.tensor_parallel_linear.solution import (
     SumGradient,
-    SumOutput,
+    SumPartialProducts,
     row_linear,
     shard_column,
     shard_row,
@@ -13,7 +13,7 @@ from meshwright.practice.labs.tensor_parallel_linear.solution import (
 
 
 def column_linear(x, weight_shard):
-    return SumOutput.apply(F.linear(SumGradient.apply(x), weight_shard))
+    return SumPartialProducts.apply(F.linear(SumGradient.apply(x), weight_shard))
 
 
 def mlp(x, up_shard, down_shard, bias):

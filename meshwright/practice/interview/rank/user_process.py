@@ -36,7 +36,7 @@ class CalledExit(BaseException):
 
 
 @dataclass(frozen=True)
-class Ended:
+class CallResult:
     """How a call into the user's code ended: with a value, or with an error at a line of the submission."""
 
     value: Any = None
@@ -45,20 +45,20 @@ class Ended:
     """line in the source of the submission; 0 if the error is outside of it"""
 
 
-def call(function: Callable[..., Any], *args: Any, seconds: float) -> Ended:
+def call(function: Callable[..., Any], *args: Any, seconds: float) -> CallResult:
     """Calls a function within a time limit. Every end of it, except that of the process, becomes a value."""
     try:
         with time_limit(seconds), exits_as_errors():
-            return Ended(function(*args))
+            return CallResult(function(*args))
     except TimeLimit as error:
-        return Ended(error=f"did not end within {seconds:g} s", line=user_line(error))
+        return CallResult(error=f"did not end within {seconds:g} s", line=user_line(error))
     except CalledExit as error:
-        return Ended(error=f"called os._exit({error})", line=user_line(error))
+        return CallResult(error=f"called os._exit({error})", line=user_line(error))
     except SystemExit as error:
-        return Ended(error=f"called sys.exit({error.code!r})", line=user_line(error))
+        return CallResult(error=f"called sys.exit({error.code!r})", line=user_line(error))
     except BaseException as error:  # noqa: BLE001  whatever the user's code raises is reported to the user
         text = " ".join(str(error).split())[:300]
-        return Ended(error=f"raised {type(error).__name__}{': ' if text else ''}{text}", line=user_line(error))
+        return CallResult(error=f"raised {type(error).__name__}{': ' if text else ''}{text}", line=user_line(error))
 
 
 def user_line(error: BaseException) -> int:

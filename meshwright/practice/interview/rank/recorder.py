@@ -42,7 +42,7 @@ class Injection:
 
 
 @dataclass
-class StepTrace:
+class ObservedStep:
     """What one optimizer step did on this rank."""
 
     samples: list[int]
@@ -54,10 +54,10 @@ class StepTrace:
 
 
 @dataclass
-class Trace:
+class ObservedRun:
     """What a run of `train` did on this rank."""
 
-    steps: list[StepTrace] = field(default_factory=list)
+    steps: list[ObservedStep] = field(default_factory=list)
     saves: list[tuple[int, str]] = field(default_factory=list)
     """(optimizer steps done, path) of every save that ended"""
     loads: int = 0
@@ -73,14 +73,14 @@ class Recorder:
 
     def __init__(self, module: ModuleType, injection: Injection, ledger: Path | None = None) -> None:
         self.module, self.injection, self.ledger = module, injection, ledger
-        self.trace = Trace()
+        self.trace = ObservedRun()
         self.model: torch.nn.Module | None = None
         self._samples: list[int] = []
         self._counter = CommCounter({})
         self._counted = (0, 0)
 
     @contextmanager
-    def recording(self) -> Iterator[Trace]:
+    def recording(self) -> Iterator[ObservedRun]:
         names = [name for name in ("build_model", "fetch", "loss", "save", "load") if hasattr(self.module, name)]
         originals = {name: getattr(self.module, name) for name in names}
         for name in names:
@@ -154,7 +154,7 @@ class Recorder:
         if self.injection.kill_at == index:
             os.kill(os.getpid(), signal.SIGKILL)
         total, calls = self._volume()
-        step = StepTrace(self._samples, total - self._counted[0], calls - self._counted[1])
+        step = ObservedStep(self._samples, total - self._counted[0], calls - self._counted[1])
         if index < GRADIENT_STEPS and self.model is not None:
             step.parameters = copies(self.model, lambda parameter: parameter)
             step.gradients = copies(self.model, lambda parameter: parameter.grad)

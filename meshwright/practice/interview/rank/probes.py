@@ -13,15 +13,15 @@ import torch
 
 from meshwright.parallel.world import World
 from meshwright.practice.interview.exercise import BASE_CONFIG
-from meshwright.practice.interview.recorder import Injection, Recorder, Trace
-from meshwright.practice.interview.user_process import Ended, call, enter, load_submission, process_group
+from meshwright.practice.interview.rank.recorder import Injection, ObservedRun, Recorder
+from meshwright.practice.interview.rank.user_process import CallResult, call, enter, load_submission, process_group
 
 PARTITION_CASES = ((23, 2), (24, 2), (30, 2), (10, 3), (3, 4))
 """(samples, ranks): sizes that do and do not divide, and fewer samples than ranks"""
 EPOCHS = (0, 1)
 BATCH_CASES = ({"world_size": 2}, {"world_size": 8, "tensor_parallel": 2, "pipeline_parallel": 2})
-LOSS_STEPS = {"num_samples": 64, "micro_batch": 4, "accumulation": 2, "steps": 64}
-"""8 steps per epoch, 8 epochs"""
+LOSS_STEPS = {"num_samples": 64, "micro_batch": 4, "accumulation": 2, "steps": 40}
+"""8 steps per epoch, 5 epochs"""
 RESTART_STEPS, RESUMED_STEPS = 2, 5
 OTHER_CONFIGS: tuple[dict[str, Any], ...] = ({"lr": 0.02}, {"num_samples": 28})
 """Changes after which a resume must be refused."""
@@ -30,14 +30,14 @@ FAILS, SAME, DIFFERS = "refused", "same", "differs"
 
 def in_rank(
     world: World, source: str, folder: str, scratch: str, probe: str, args: tuple[Any, ...], seconds: float
-) -> Ended:
+) -> CallResult:
     """The function of a rank: loads the submission and runs one probe on it."""
     enter(Path(scratch), f"{probe}-{world.rank}")
     with process_group(world.rank, world.size):
         loaded = call(load_submission, source, folder, seconds=seconds)
         if loaded.error:
             return loaded
-        result: Ended = PROBES[probe](loaded.value, world, Path(scratch), seconds, *args)
+        result: CallResult = PROBES[probe](loaded.value, world, Path(scratch), seconds, *args)
         return result
 
 
@@ -45,7 +45,7 @@ def config_for(world: World, changes: Mapping[str, Any]) -> dict[str, Any]:
     return BASE_CONFIG | {"rank": world.rank, "local_rank": world.rank, "world_size": world.size} | dict(changes)
 
 
-def train(module: ModuleType, config: Mapping[str, Any], injection: Injection, ledger: Path | None) -> Trace:
+def train(module: ModuleType, config: Mapping[str, Any], injection: Injection, ledger: Path | None) -> ObservedRun:
     """Calls the user's `train` and records what it does."""
     recorder = Recorder(module, injection, ledger)
     with recorder.recording() as trace:
@@ -65,16 +65,16 @@ def training(
     changes: dict[str, Any],
     injection: Injection,
     name: str,
-) -> Ended:
+) -> CallResult:
     """One run of `train` on every rank; the ledger of a rank is a file, because the rank may be killed."""
     ledger = scratch / f"ledger-{name}-{world.rank}.jsonl"
     return call(train, module, config_for(world, changes), injection, ledger, seconds=seconds)
 
 
-def single(module: ModuleType, world: World, _scratch: Path, seconds: float) -> Ended:
+def single(module: ModuleType, world: World, _scratch: Path, seconds: float) -> CallResult:
     """One process: a longer run, and a short one twice."""
 
-    def work() -> tuple[Trace, list[float], list[float]]:
+    def work() -> tuple[ObservedRun, list[float], list[float]]:
         long = train(module, config_for(world, LOSS_STEPS), Injection(), None)
         first, second = (train(module, config_for(world, {"dropout": 0.1}), Injection(), None) for _ in range(2))
         return long, first.losses, second.losses
@@ -82,7 +82,7 @@ def single(module: ModuleType, world: World, _scratch: Path, seconds: float) -> 
     return call(work, seconds=seconds)
 
 
-def partitions(module: ModuleType, _world: World, _scratch: Path, seconds: float) -> Ended:
+def partitions(module: ModuleType, _world: World, _scratch: Path, seconds: float) -> CallResult:
     """The samples of every rank, for every case and epoch, twice."""
 
     def work() -> dict[tuple[int, int, int], list[tuple[list[int], list[int]]]]:
@@ -100,7 +100,7 @@ def partitions(module: ModuleType, _world: World, _scratch: Path, seconds: float
     return call(work, seconds=seconds)
 
 
-def batches(module: ModuleType, _world: World, _scratch: Path, seconds: float) -> Ended:
+def batches(module: ModuleType, _world: World, _scratch: Path, seconds: float) -> CallResult:
     """What the user's algebra says about the global batch."""
     configs = [BASE_CONFIG | case for case in BATCH_CASES]
     return call(lambda: [int(module.global_batch(dict(config))) for config in configs], seconds=seconds)
@@ -112,7 +112,7 @@ def union_gradients(
     _scratch: Path,
     seconds: float,
     cases: list[tuple[dict[str, torch.Tensor], list[int]]],
-) -> Ended:
+) -> CallResult:
     """The gradients of one process on all samples of a step, with the parameters that the ranks had before it."""
 
     def work() -> list[dict[str, torch.Tensor]]:
@@ -129,7 +129,7 @@ def union_gradients(
     return call(work, seconds=seconds)
 
 
-def restarts(module: ModuleType, world: World, scratch: Path, seconds: float) -> Ended:
+def restarts(module: ModuleType, world: World, scratch: Path, seconds: float) -> CallResult:
     """Resumes of one process: as saved, without each entry of the state, and with another config."""
 
     def work() -> dict[str, Any]:
@@ -220,9 +220,9 @@ def read_lines(path: Path, limit: int = 4 << 20) -> list[dict[str, Any]]:
     return found
 
 
-def interrupted_saves(module: ModuleType, world: World, scratch: Path, seconds: float) -> Ended:
+def interrupted_saves(module: ModuleType, world: World, scratch: Path, seconds: float) -> CallResult:
     """Kills a save at every point, and says what is loadable afterwards."""
-    from meshwright.practice.interview.interruptions import interrupt_saves
+    from meshwright.practice.interview.rank.interruptions import interrupt_saves
 
     def work() -> list[tuple[str, str]]:
         origin = scratch / "atomic" / "checkpoint"
@@ -242,7 +242,7 @@ def interrupted_saves(module: ModuleType, world: World, scratch: Path, seconds: 
     return call(work, seconds=seconds)
 
 
-PROBES: dict[str, Callable[..., Ended]] = {
+PROBES: dict[str, Callable[..., CallResult]] = {
     "training": training,
     "single": single,
     "partitions": partitions,
