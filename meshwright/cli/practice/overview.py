@@ -39,8 +39,10 @@ def practice(
 def serve(port: int | None) -> None:
     import contextlib
 
+    from meshwright.practice.cards.schedule import import_fsrs
     from meshwright.practice.page.routes import serve_page
 
+    import_fsrs()
     server, stop = serve_page(port=port)
     print(f"page: {server.address} (Ctrl-C ends it)", flush=True)
     try:

@@ -178,6 +178,11 @@ class ExperimentRunner:
         message: dict[str, Any] = json.loads(line)
         return message
 
+    def interrupt(self) -> None:
+        """Ends the experiment that another thread runs: its `run` returns a failure."""
+        if (process := self._process) is not None:
+            process.kill()
+
     def close(self) -> None:
         """Ends the server and whatever it has started."""
         if self._process is None:

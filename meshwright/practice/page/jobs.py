@@ -89,14 +89,14 @@ class ExperimentJobs:
 
     def stop(self) -> None:
         """Ends the running experiment and the thread."""
-        self.runner.close()
+        self.runner.interrupt()
         while self._thread.is_alive():
             try:
                 self._waiting.put(None, timeout=0.1)
                 break
             except queue.Full:
                 self._waiting.get_nowait()
-        self._thread.join(timeout=5)
+        self._thread.join(timeout=10)
         self.runner.close()
 
     def _work(self) -> None:

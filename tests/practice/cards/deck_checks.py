@@ -10,6 +10,8 @@ from meshwright.practice.cards.card import Card, Relation
 from meshwright.practice.cards.registry import KINDS
 
 MAX_RANKS = 4
+WIDENED = ("==", "<=", ">=")
+"""Comparisons that a tolerance widens; the others are narrowed by it."""
 
 
 def schema_problems(card: Card, experiments: bool = True) -> list[str]:
@@ -32,7 +34,9 @@ def schema_problems(card: Card, experiments: bool = True) -> list[str]:
         problems.append("no handbook item")
     relations = [*card.relations, *card.refuted, *(claim.relation for claim in card.claims)]
     problems += [f"a relation compares {item.left} with itself" for item in relations if item.left == item.right]
-    problems += [f"{item.text!r} has a tolerance of one or more" for item in relations if item.tolerance >= 1]
+    problems += [
+        f"{item.text!r} accepts everything" for item in relations if item.tolerance >= 1 and item.comparison in WIDENED
+    ]
     problems += ["a relation has no text" for item in (*card.relations, *card.refuted) if not item.text.strip()]
     problems += [
         f"{item.value} has a tolerance outside of [0, 1)" for item in card.predictions if not 0 <= item.tolerance < 1
@@ -73,6 +77,6 @@ def moved_beyond(relation: Relation, left: float, right: float) -> list[float]:
         return [right * factor, right / factor] if right else [1.0 + abs(left), -1.0 - abs(left)]
     if relation.comparison == "!=":
         return [left]
-    step = 1.0 + abs(left) + abs(right)
-    slack = (1 + relation.tolerance) / (1 - relation.tolerance)
-    return [left + slack * step] if relation.comparison in (">", ">=") else [left - slack * step]
+    widened = relation.comparison in WIDENED
+    far = 2 * (1.0 + abs(left)) / (1 - relation.tolerance if widened else 1)
+    return [far] if relation.comparison in (">", ">=") else [-far]

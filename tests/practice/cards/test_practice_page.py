@@ -3,7 +3,11 @@
 from __future__ import annotations
 
 import json
+import signal
+import subprocess
+import sys
 import time
+from pathlib import Path
 
 import httpx
 import pytest
@@ -28,6 +32,9 @@ class KeptRunner:
         self.run = runner.run
 
     def start(self):
+        pass
+
+    def interrupt(self):
         pass
 
     def close(self):
@@ -228,6 +235,19 @@ def test_the_overview_says_what_is_due_and_where_to_go(monkeypatch, capsys, home
     assert json.loads(capsys.readouterr().out)["cards"]["new"] == 5
     with pytest.raises(ConfigError, match="expected --page --port N"):
         dispatch(["practice", "--port", "1"])
+
+
+def test_ctrl_c_ends_the_page_and_the_server_of_experiments(home):
+    command = [sys.executable, "-m", "meshwright", "practice", "--page"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
+        address = process.stdout.readline().split()[1]
+        assert "Meshwright practice" in httpx.get(address, timeout=60).text
+        children = Path(f"/proc/{process.pid}/task").glob("*/children")
+        servers = [int(pid) for path in children for pid in path.read_text().split()]
+        process.send_signal(signal.SIGINT)
+        assert process.wait(60) == 0
+    assert servers
+    assert not [pid for pid in servers if Path(f"/proc/{pid}").exists()]
 
 
 def test_the_clock_has_a_time_zone():
