@@ -28,7 +28,7 @@ class Span:
 
 
 @dataclass(frozen=True)
-class Timeline:
+class GanttChart:
     """Intervals on lanes, such as phases per rank. Times are seconds, or ticks where order is what counts."""
 
     title: str
@@ -58,8 +58,8 @@ class Curves:
     lines: dict[str, tuple[float, ...]] = field(default_factory=dict)
 
 
-Picture = Bars | Timeline | HeatMap | Curves
-PICTURES = {"bars": Bars, "timeline": Timeline, "heat map": HeatMap, "curves": Curves}
+Picture = Bars | GanttChart | HeatMap | Curves
+PICTURES = {"bars": Bars, "timeline": GanttChart, "heat map": HeatMap, "curves": Curves}
 
 
 def picture_to_json(picture: Picture) -> dict[str, Any]:

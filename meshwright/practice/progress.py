@@ -20,7 +20,7 @@ SECTIONS = ("cards", "labs", "incidents", "interviews")
 
 
 @dataclass
-class Progress:
+class PracticeProgress:
     """What the user has done. Each value is plain JSON of the part that writes it, keyed by what it is about."""
 
     cards: dict[str, Any] = field(default_factory=dict)
@@ -39,27 +39,27 @@ def progress_file() -> Path:
     return meshwright_home() / FILE
 
 
-def load_progress(path: Path, report: Callable[[str], None]) -> Progress:
+def load_progress(path: Path, report: Callable[[str], None]) -> PracticeProgress:
     """Reads the progress; none yet is an empty one. A damaged file is renamed, and `report` says so."""
     if not path.exists():
-        return Progress()
+        return PracticeProgress()
     try:
         return parse_progress(read_json(path, "the progress of meshwright practice", follow=True), path)
     except ConfigError as error:
         aside = set_aside(path)
         report(f"{path} is damaged ({error}); it is kept as {aside.name}, and progress starts anew")
-        return Progress()
+        return PracticeProgress()
 
 
-def parse_progress(value: Any, path: Path) -> Progress:
+def parse_progress(value: Any, path: Path) -> PracticeProgress:
     valid = isinstance(value, dict) and value.get("format") == FORMAT
     if not valid or not all(isinstance(value.get(name, {}), dict) for name in SECTIONS):
         raise ConfigError(f"{path} is not a progress file of format {FORMAT}", "expected a file that practice wrote")
     sections = {name: value.get(name, {}) for name in SECTIONS}
-    return Progress(**sections, loaded=deepcopy(sections))
+    return PracticeProgress(**sections, loaded=deepcopy(sections))
 
 
-def save_progress(progress: Progress, path: Path) -> None:
+def save_progress(progress: PracticeProgress, path: Path) -> None:
     """Writes what has changed since `progress` was read; what other processes have saved since then stays.
 
     Of two changes of the same entry, the last one counts. `update_progress` reads and writes under one lock.
@@ -68,7 +68,9 @@ def save_progress(progress: Progress, path: Path) -> None:
         write_changes(progress, path)
 
 
-def update_progress(path: Path, change: Callable[[Progress], None], report: Callable[[str], None]) -> Progress:
+def update_progress(
+    path: Path, change: Callable[[PracticeProgress], None], report: Callable[[str], None]
+) -> PracticeProgress:
     """Reads the progress, applies `change` and saves it, while no other process does: no update is lost."""
     with locked(path):
         progress = load_progress(path, report)
@@ -77,7 +79,7 @@ def update_progress(path: Path, change: Callable[[Progress], None], report: Call
     return progress
 
 
-def write_changes(progress: Progress, path: Path) -> None:
+def write_changes(progress: PracticeProgress, path: Path) -> None:
     """Merges the changed entries into the file, which must be locked. A file that cannot be read is set aside."""
     current = load_progress(path, lambda _: None).sections()
     for name, section in progress.sections().items():

@@ -20,7 +20,7 @@ from meshwright.practice.cards.deck import (
     schedules,
     system_questions,
 )
-from meshwright.practice.pictures import Bars, Curves, HeatMap, Timeline
+from meshwright.practice.pictures import Bars, Curves, GanttChart, HeatMap
 
 MODULES = (
     batches,
@@ -83,7 +83,7 @@ def has_data(observation: Observation) -> bool:
     match picture:
         case Bars():
             return bool(picture.parts) and all(len(part) == len(picture.labels) for part in picture.parts.values())
-        case Timeline():
+        case GanttChart():
             return bool(picture.spans) and all(span.end > span.begin for span in picture.spans)
         case HeatMap():
             shape = (len(picture.rows), {len(picture.columns)})

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from meshwright.practice.cards.card import Card
     from meshwright.practice.cards.runner import ExperimentRunner
-    from meshwright.practice.progress import Progress
+    from meshwright.practice.progress import PracticeProgress
 
 
 def practice_cards(
@@ -220,7 +220,7 @@ def verify_deck(cards: Sequence[Card], runner: ExperimentRunner, console: Consol
         raise SystemExit(1)
 
 
-def load() -> Progress:
+def load() -> PracticeProgress:
     """The progress of the user; a damaged file is set aside, and standard error says so."""
     import sys
 

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from string import ascii_lowercase
 
 from meshwright.errors import ConfigError
-from meshwright.practice.cards.card import Card, Claim
+from meshwright.practice.cards.card import Card, Statement
 
 PREFIXES = {"k": 1e3, "M": 1e6, "G": 1e9, "T": 1e12, "Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40}
 UNIT_WORDS = {"%": 0.01, "percent": 0.01, "milliseconds": 1e-3, "microseconds": 1e-6, "nanoseconds": 1e-9}
@@ -70,7 +70,7 @@ def evaluate(node: ast.expr) -> float:
     raise ValueError
 
 
-def shown_claims(card: Card) -> list[tuple[str, Claim]]:
+def shown_claims(card: Card) -> list[tuple[str, Statement]]:
     """The claims with their letters, in an order that depends on the id of the card and says nothing about them."""
     ordered = sorted(card.claims, key=lambda claim: hashlib.sha256(f"{card.id}\n{claim.text}".encode()).digest())
     return list(zip(ascii_lowercase, ordered, strict=False))

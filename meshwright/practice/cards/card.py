@@ -79,7 +79,7 @@ class Prediction:
 
 
 @dataclass(frozen=True)
-class Claim:
+class Statement:
     """A sentence to choose or to reject, which the observation decides: it is true where `relation` holds."""
 
     text: str
@@ -87,7 +87,7 @@ class Claim:
 
 
 @dataclass(frozen=True)
-class Source:
+class Reference:
     """Where a fact comes from. The source of an own run is the command that prints it."""
 
     kind: Literal["official", "paper", "own run"]
@@ -131,9 +131,9 @@ class Card:
     experiment: Experiment
     relations: tuple[Relation, ...]
     predictions: tuple[Prediction, ...] = ()
-    claims: tuple[Claim, ...] = ()
+    claims: tuple[Statement, ...] = ()
     refuted: tuple[Relation, ...] = ()
-    sources: tuple[Source, ...] = ()
+    sources: tuple[Reference, ...] = ()
     items: tuple[int, ...] = field(default=())
     """numbers of the handbook items that this card makes real"""
     chapter: str = ""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from meshwright.practice.cards.card import Claim, Comparison, Relation
+from meshwright.practice.cards.card import Comparison, Relation, Statement
 
 
-def claim(text: str, left: str, comparison: Comparison, right: str | float, tolerance: float = 0.0) -> Claim:
+def claim(text: str, left: str, comparison: Comparison, right: str | float, tolerance: float = 0.0) -> Statement:
     """A claim that is true where `left` compares with `right` as stated."""
-    return Claim(text, Relation(text, left, comparison, right, tolerance))
+    return Statement(text, Relation(text, left, comparison, right, tolerance))

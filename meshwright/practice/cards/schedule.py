@@ -17,7 +17,7 @@ from meshwright.errors import ConfigError
 from meshwright.practice.cards.card import Card
 from meshwright.practice.cards.grading import Grade, Rating
 from meshwright.practice.cards.registry import teaching_order
-from meshwright.practice.progress import Progress, update_progress
+from meshwright.practice.progress import PracticeProgress, update_progress
 
 Clock = Callable[[], datetime]
 NEW_PER_DAY = 10
@@ -131,7 +131,7 @@ def import_fsrs() -> Any:
 def record_review(path: Path, card_id: str, review: CardReview, report: Callable[[str], None]) -> CardState:
     """Adds a review to the progress file and schedules the card again; other processes may do so at the same time."""
 
-    def add(progress: Progress) -> None:
+    def add(progress: PracticeProgress) -> None:
         before = read_state(progress.cards.get(card_id), card_id).reviews
         entries = [*(progress.cards[card_id]["reviews"] if before else ()), review.to_json()]
         entries.sort(key=lambda entry: parse_time(entry["time"]))
@@ -158,7 +158,7 @@ class ReviewQueue:
         return self.due + self.new
 
 
-def read_states(cards: Mapping[str, Card], progress: Progress) -> dict[str, CardState]:
+def read_states(cards: Mapping[str, Card], progress: PracticeProgress) -> dict[str, CardState]:
     return {card_id: read_state(progress.cards.get(card_id), card_id) for card_id in cards}
 
 

@@ -7,13 +7,13 @@ import re
 from rich.text import Text
 
 from meshwright.practice.drawing.palette import color, format_figure, legend, short_label
-from meshwright.practice.pictures import Span, Timeline
+from meshwright.practice.pictures import GanttChart, Span
 
 MAX_ROWS = 32
 MAX_TICK_CELLS = 6
 
 
-def draw_timeline(timeline: Timeline, width: int, has_colors: bool) -> list[Text]:
+def draw_timeline(timeline: GanttChart, width: int, has_colors: bool) -> list[Text]:
     """One row per lane, more where its spans overlap, the axis of time, and a legend of the groups of spans."""
     if not timeline.spans:
         return [Text("no spans", "dim")]
@@ -43,7 +43,7 @@ def group(name: str) -> str:
     return re.sub(r"[\s_-]*\d+", "", name).strip() or name
 
 
-def cells_per_unit(timeline: Timeline, length: float, cells: int) -> float:
+def cells_per_unit(timeline: GanttChart, length: float, cells: int) -> float:
     """A whole number of cells per tick if the times are ticks, so that equal spans look equal."""
     scale = cells / (length or 1.0)
     whole = all(time == int(time) for span in timeline.spans for time in (span.begin, span.end))

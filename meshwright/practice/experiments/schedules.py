@@ -7,7 +7,7 @@ from fractions import Fraction
 
 from meshwright.practice.cards.card import Knobs, Observation
 from meshwright.practice.experiments.small_runs import SmallRun, scratch_folder, train_small
-from meshwright.practice.pictures import HeatMap, Span, Timeline
+from meshwright.practice.pictures import GanttChart, HeatMap, Span
 from meshwright.topology.schedule_orders import Action, action_orders
 from meshwright.topology.schedule_timeline import TimelineSlot, build_timeline, execute_orders
 from meshwright.topology.schedules import partition_blocks
@@ -40,7 +40,7 @@ def bubble(knobs: Knobs) -> Observation:
     }
     spans = draw(one.rows)
     notes = (f"1F1B on {ranks} ranks idles {values['1f1b']:.2%} of all ranks' time with {micro} micro-batches.",)
-    return Observation(values, Timeline(f"1F1B, {ranks} ranks, {micro} micro-batches", "ticks", spans), notes)
+    return Observation(values, GanttChart(f"1F1B, {ranks} ranks, {micro} micro-batches", "ticks", spans), notes)
 
 
 def uneven_stages(knobs: Knobs) -> Observation:
@@ -63,7 +63,7 @@ def uneven_stages(knobs: Knobs) -> Observation:
         "idle_last_stage": makespan(before) - busy(before[-1]),
     }
     notes = (f"The head costs as much as {heavy} blocks; the last stage has fewer blocks after the new partition.",)
-    return Observation(values, Timeline("equal blocks per stage, a heavy head", "ticks", draw(before)), notes)
+    return Observation(values, GanttChart("equal blocks per stage, a heavy head", "ticks", draw(before)), notes)
 
 
 def execute(ranks: int, micro: int, stage_costs: list[float]) -> list[list[TimelineSlot]]:

@@ -15,7 +15,7 @@ from meshwright.diagnose.trace.diagnose import diagnose_traces
 from meshwright.history.run_history import RunHistory
 from meshwright.practice.cards.card import Knobs, Observation
 from meshwright.practice.experiments.small_runs import SmallRun, scratch_folder, train_small
-from meshwright.practice.pictures import Bars, Span, Timeline
+from meshwright.practice.pictures import Bars, GanttChart, Span
 from meshwright.telemetry.phases import STEP_PHASES
 from meshwright.telemetry.run_folder import RunFolder
 
@@ -175,7 +175,7 @@ def busy_device(knobs: Knobs) -> Observation:
         if event["cat"] == "kernel"
     )
     notes = ("A utilization counter reports the share of time in which any kernel runs.", first.sentence)
-    return Observation(values, Timeline("kernels on the device", "us", spans), notes)
+    return Observation(values, GanttChart("kernels on the device", "us", spans), notes)
 
 
 def trace_event(category: str, name: str, start: float, duration: float, tid: int, **args: Any) -> dict[str, Any]:

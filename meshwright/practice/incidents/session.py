@@ -41,7 +41,7 @@ from meshwright.practice.incidents.job import (
 )
 from meshwright.practice.incidents.scoring import IncidentScore, score_answer
 from meshwright.practice.incidents.story import Story, save_story, tell_story
-from meshwright.practice.progress import Progress, load_progress, progress_file, save_progress
+from meshwright.practice.progress import PracticeProgress, load_progress, progress_file, save_progress
 from meshwright.telemetry.run_folder import RunFolder
 
 LOCK_FILE = ".lock"
@@ -90,7 +90,7 @@ class IncidentSession:
 
     def __init__(self) -> None:
         self.notes: list[str] = []
-        self.progress: Progress = load_progress(progress_file(), self.notes.append)
+        self.progress: PracticeProgress = load_progress(progress_file(), self.notes.append)
 
     def start(self, seed: int | None = None, name: str | None = None, steps: int = DEFAULT_STEPS) -> OpenIncident:
         """Draws an incident and starts its job. Only one can be open."""

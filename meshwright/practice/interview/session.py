@@ -12,7 +12,7 @@ from meshwright.errors import ConfigError
 from meshwright.io import meshwright_home, read_json, write_json
 from meshwright.practice.interview.exercise import CLARIFICATIONS, GATES, STAGES, InterviewStage
 from meshwright.practice.interview.grade import GateResult
-from meshwright.practice.progress import Progress
+from meshwright.practice.progress import PracticeProgress
 
 FOLDER = "interviews"
 EXPECTED = "a session that meshwright practice interview wrote"
@@ -63,7 +63,7 @@ def session_file(name: str) -> Path:
     return meshwright_home() / FOLDER / f"{name}.json"
 
 
-def save_session(session: InterviewSession, progress: Progress) -> None:
+def save_session(session: InterviewSession, progress: PracticeProgress) -> None:
     """Writes the session's own file, and its summary into the progress, which the caller saves."""
     path = session_file(session.id)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -76,7 +76,7 @@ def save_session(session: InterviewSession, progress: Progress) -> None:
     }
 
 
-def resume_session(progress: Progress) -> InterviewSession:
+def resume_session(progress: PracticeProgress) -> InterviewSession:
     """The newest interview that is not finished; raises ConfigError if there is none."""
     open_ones = sorted(
         name for name, value in progress.interviews.items() if isinstance(value, dict) and not value.get("finished")

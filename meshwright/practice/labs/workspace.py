@@ -12,7 +12,7 @@ from meshwright.io import atomic_write
 from meshwright.practice.labs.grader import Grading
 from meshwright.practice.labs.lab import Lab
 from meshwright.practice.labs.registry import all_labs
-from meshwright.practice.progress import Progress, load_progress, progress_file, save_progress
+from meshwright.practice.progress import PracticeProgress, load_progress, progress_file, save_progress
 
 FOLDER = Path("practice")
 
@@ -81,7 +81,7 @@ class Workspace:
             hint = "try --folder DIR with a folder that is writable"
             raise ConfigError(f"{path} cannot be written: {error.strerror}", hint) from None
 
-    def progress(self) -> Progress:
+    def progress(self) -> PracticeProgress:
         return load_progress(progress_file(), self._report)
 
     def lab_record(self, lab: Lab) -> LabRecord:

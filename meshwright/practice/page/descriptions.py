@@ -15,7 +15,7 @@ from meshwright.practice.cards.runner import ExperimentRun
 from meshwright.practice.cards.schedule import CardState, ReviewQueue, format_due
 from meshwright.practice.cards.verify import find_problems, named_values
 from meshwright.practice.drawing.palette import LONG_UNIT, format_figure
-from meshwright.practice.progress import Progress
+from meshwright.practice.progress import PracticeProgress
 
 DONE = {"labs": ("passed", True), "incidents": ("state", "answered"), "interviews": ("finished", True)}
 """Sections of the progress file -> the field that says that an entry is done, and its value."""
@@ -120,7 +120,7 @@ def describe_deck(cards: Mapping[str, Card], states: Mapping[str, CardState], no
     return {"kinds": [{"kind": kind, "cards": found} for kind, found in kinds.items() if found]}
 
 
-def describe_progress(progress: Progress) -> dict[str, Any]:
+def describe_progress(progress: PracticeProgress) -> dict[str, Any]:
     """Labs, incidents and interviews: whatever plain values their entries have, and how many are done."""
     found = {}
     for name, (field, value) in DONE.items():

@@ -40,7 +40,7 @@ from meshwright.practice.page.descriptions import (
 )
 from meshwright.practice.page.handbook import find_chapters, handbook_folder, render_chapter
 from meshwright.practice.page.jobs import ExperimentJob, ExperimentJobs, QueueFull
-from meshwright.practice.progress import Progress, load_progress, progress_file
+from meshwright.practice.progress import PracticeProgress, load_progress, progress_file
 
 PREFERRED_PORT = 8341
 NEWS_SECONDS = 0.1
@@ -143,7 +143,7 @@ class PracticePage:
     def states(self) -> tuple[dict[str, CardState], datetime]:
         return read_states(self.cards, self.load()), self.clock()
 
-    def load(self) -> Progress:
+    def load(self) -> PracticeProgress:
         return load_progress(self.path, self.jobs.messages.append)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from meshwright.practice.cards.card import Card, Claim, Experiment, Knob, Prediction, Relation, Source
+from meshwright.practice.cards.card import Card, Experiment, Knob, Prediction, Reference, Relation, Statement
 
 PACKAGE = "fake_experiments"
 DOUBLE = Experiment("small:double", 1, (Knob("size", (8, 16), "bytes of the buffer"),))
@@ -20,14 +20,14 @@ PREDICTED = Card(
     (IS_TWICE,),
     predictions=(Prediction("doubled", "Bytes that are sent", "bytes"),),
     refuted=(Relation("As many bytes as the size are sent.", "doubled", "==", "size"),),
-    sources=(Source("own run", "this test", "pytest"),),
+    sources=(Reference("own run", "this test", "pytest"),),
     items=(1,),
 )
 CLAIMS = (
-    Claim("More is sent than the size.", Relation("More.", "doubled", ">", "size")),
-    Claim("Less is sent than the size.", Relation("Less.", "doubled", "<", "size")),
-    Claim("Nothing is sent.", Relation("Nothing.", "doubled", "==", 0.0)),
-    Claim("Sixteen bytes are sent.", Relation("Sixteen.", "doubled", "==", 16.0)),
+    Statement("More is sent than the size.", Relation("More.", "doubled", ">", "size")),
+    Statement("Less is sent than the size.", Relation("Less.", "doubled", "<", "size")),
+    Statement("Nothing is sent.", Relation("Nothing.", "doubled", "==", 0.0)),
+    Statement("Sixteen bytes are sent.", Relation("Sixteen.", "doubled", "==", 16.0)),
 )
 CHOSEN = replace(PREDICTED, id="fake-claims", kind="judgement", predictions=(), claims=CLAIMS)
 WRONG = replace(PREDICTED, id="fake-wrong", relations=(replace(IS_TWICE, right=17.0),))

@@ -22,7 +22,7 @@ from meshwright.practice.cards.schedule import (
     review_queue,
     schedule_reviews,
 )
-from meshwright.practice.progress import Progress, load_progress, save_progress, update_progress
+from meshwright.practice.progress import PracticeProgress, load_progress, save_progress, update_progress
 
 NOON = datetime(2026, 5, 4, 12, tzinfo=UTC)
 KINDS = ("communication", "numerics", "recovery")
@@ -112,7 +112,7 @@ def test_due_times_are_written_for_people(later, text):
 @pytest.mark.parametrize("entry", [3, {}, {"fsrs": {}, "reviews": [{"time": "x", "rating": 9}]}, {"reviews": []}])
 def test_a_damaged_entry_is_named_and_kept(tmp_path, entry):
     path = tmp_path / "practice.json"
-    save_progress(Progress(cards={"card-00": entry}), path)
+    save_progress(PracticeProgress(cards={"card-00": entry}), path)
     before = path.read_bytes()
     with pytest.raises(ConfigError, match="card card-00 is damaged"):
         record(path, "card-00", NOON)
@@ -138,7 +138,7 @@ def test_two_sessions_at_once_lose_no_review(tmp_path):
 
 def test_saving_keeps_what_other_processes_saved_since_it_was_loaded(tmp_path):
     path = tmp_path / "practice.json"
-    save_progress(Progress(labs={"ring": {"passed": False}, "old": {}}), path)
+    save_progress(PracticeProgress(labs={"ring": {"passed": False}, "old": {}}), path)
     mine = load_progress(path, pytest.fail)
     record(path, "card-00", NOON)
     update_progress(path, lambda progress: progress.labs.update(zero={"passed": True}), pytest.fail)

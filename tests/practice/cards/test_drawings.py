@@ -10,15 +10,15 @@ from rich.console import Console
 
 from meshwright.practice.drawing.draw import draw
 from meshwright.practice.drawing.palette import format_number, format_quantity
-from meshwright.practice.pictures import Bars, Curves, HeatMap, Span, Timeline, picture_from_json, picture_to_json
+from meshwright.practice.pictures import Bars, Curves, GanttChart, HeatMap, Span, picture_from_json, picture_to_json
 
 BARS = Bars("Memory", "bytes", ("DDP", "a label that is much longer than the room"), {"p": (4e6, 1e6), "g": (2e6, 0.0)})
 SPANS = tuple(Span(f"rank {r}", f"F{m}", float(r + m), float(r + m + 1)) for r in range(2) for m in range(3))
-TIMELINE = Timeline("Schedule", "ticks", SPANS)
+TIMELINE = GanttChart("Schedule", "ticks", SPANS)
 HEAT = HeatMap("Load", "tokens", ("e0", "e1"), tuple(f"step {n}" for n in range(4)), ((0.0, 1, 2, 3), (4, 5, 6, 7.5)))
 CURVES = Curves("Loss", "step", "nats", (0.0, 1.0, 2.0), {"a": (3.0, 2.0, 1.0), "b": (1.0, math.nan, 2.0)})
 WIDE = HeatMap("Load", "", ("e",), tuple(map(str, range(500))), (tuple(map(float, range(500))),))
-EMPTY = [Bars("t", "", (), {}), Timeline("t", "s", ()), HeatMap("t", "", (), (), ()), Curves("t", "x", "y", (), {})]
+EMPTY = [Bars("t", "", (), {}), GanttChart("t", "s", ()), HeatMap("t", "", (), (), ()), Curves("t", "x", "y", (), {})]
 FLAT = [
     Bars("t", "", ("a",), {"p": (0.0,)}),
     HeatMap("t", "", ("a",), ("b",), ((5.0,),)),
@@ -61,7 +61,7 @@ def test_timeline_aligns_ticks_and_stacks_overlapping_spans():
     rows = drawn(TIMELINE).splitlines()[1:3]
     assert rows[0].endswith("|F0===|F1===|F2===······")
     assert rows[1].endswith("······|F0===|F1===|F2===")
-    overlapping = Timeline("t", "s", (Span("gpu", "compute", 0, 2), Span("gpu", "comm", 1, 3)))
+    overlapping = GanttChart("t", "s", (Span("gpu", "compute", 0, 2), Span("gpu", "comm", 1, 3)))
     assert len([line for line in drawn(overlapping).splitlines() if "│" in line]) == 2
 
 

@@ -10,7 +10,7 @@ from test_practice_page import KeptRunner
 
 from meshwright.practice.cards.answers import shown_claims
 from meshwright.practice.page.routes import serve_page
-from meshwright.practice.progress import Progress, load_progress, progress_file, save_progress
+from meshwright.practice.progress import PracticeProgress, load_progress, progress_file, save_progress
 
 CHROMIUM = "/usr/bin/chromium"
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")
@@ -118,11 +118,11 @@ def test_every_picture_is_drawn_and_fits(visit, size):
 
 def test_deck_progress_and_handbook_on_a_phone(visit):
     lab = {"passed": False, "attempts": 2, "checks_passed": 3, "checks": 8}
-    save_progress(Progress(labs={"<b>ring</b>": lab}), progress_file())
+    save_progress(PracticeProgress(labs={"<b>ring</b>": lab}), progress_file())
     page = visit("#/deck", viewport=SIZES["phone"])
     expect(page, "h2", "communication")
     assert fits(page, "phone-deck")
-    page.get_by_role("link", name="Progress").click()
+    page.get_by_role("link", name="PracticeProgress").click()
     expect(page, ".labs", "3 of 8")
     expect(page, ".labs", "<b>ring</b>")
     expect(page, "main", "meshwright practice incident")

@@ -19,7 +19,7 @@ from meshwright.practice.cards.schedule import local_clock
 from meshwright.practice.page.handbook import Chapter, find_chapters, render_chapter
 from meshwright.practice.page.jobs import MAX_WAITING
 from meshwright.practice.page.routes import serve_page
-from meshwright.practice.progress import Progress, load_progress, progress_file, save_progress
+from meshwright.practice.progress import PracticeProgress, load_progress, progress_file, save_progress
 
 CARDS = {card.id: card for card in (PREDICTED, CHOSEN, WRONG, PICTURED, SLOW)}
 
@@ -192,7 +192,8 @@ def test_progress_shows_what_is_there_and_survives_odd_entries(client):
     labs = {"ring": {"passed": True, "attempts": 2, "checks_passed": 3, "checks": 8}, "odd": [1], "x" * 500: {"y": {}}}
     gates = {"gates": {"a": True, "b": False}, "finished": False}
     save_progress(
-        Progress(labs=labs, incidents={"0001": {"state": "answered"}}, interviews={"one": gates}), progress_file()
+        PracticeProgress(labs=labs, incidents={"0001": {"state": "answered"}}, interviews={"one": gates}),
+        progress_file(),
     )
     found = client.get("/api/progress").json()
     assert found["labs"]["entries"][0] == {"name": "ring", "fields": labs["ring"]}
@@ -226,7 +227,7 @@ def test_chapters_are_rendered_without_raw_html_and_link_to_each_other(tmp_path)
 
 def test_the_overview_says_what_is_due_and_where_to_go(monkeypatch, capsys, home):
     monkeypatch.setattr("meshwright.practice.cards.registry.all_cards", lambda: CARDS)
-    save_progress(Progress(labs={"ring": {"passed": True}}), progress_file())
+    save_progress(PracticeProgress(labs={"ring": {"passed": True}}), progress_file())
     dispatch(["practice"])
     text = capsys.readouterr().out
     for part in ("0 due, 5 new", "1 done of 1 begun", "meshwright practice cards", "meshwright practice --page"):

@@ -20,7 +20,7 @@ from meshwright.practice.incidents.catalogue import CLASSES
 from meshwright.practice.incidents.incident import draw_incident, write_seal
 from meshwright.practice.incidents.job import incident_folder, read_job, start_job, stop_job
 from meshwright.practice.incidents.session import IncidentSession
-from meshwright.practice.progress import Progress, progress_file, save_progress
+from meshwright.practice.progress import PracticeProgress, progress_file, save_progress
 from meshwright.telemetry.heartbeat import process_start
 
 SECONDS = 120.0
@@ -156,7 +156,7 @@ def test_damaged_progress_entry_is_survived(entry, home, capsys):
     folder = incident_folder("0001")
     folder.mkdir(parents=True)
     write_seal(folder, draw_incident(1, CLASSES, "bubble", 40))
-    save_progress(Progress(incidents={"0001": entry, "../../x": {"state": "open"}}), progress_file())
+    save_progress(PracticeProgress(incidents={"0001": entry, "../../x": {"state": "open"}}), progress_file())
     main(["practice", "incident", "--list"])
     capsys.readouterr()
 

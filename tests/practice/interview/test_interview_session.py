@@ -14,7 +14,7 @@ from meshwright.errors import ConfigError
 from meshwright.practice.interview.exercise import CLARIFICATIONS, CONTRACT, GATES, STAGES
 from meshwright.practice.interview.follow_ups import FOLLOW_UPS, FOUR_QUESTIONS, PRESSURE_QUESTIONS
 from meshwright.practice.interview.session import new_session, parse_assumptions, resume_session, save_session
-from meshwright.practice.progress import Progress
+from meshwright.practice.progress import PracticeProgress
 
 ROOT = Path(__file__).parents[3]
 
@@ -24,7 +24,7 @@ def test_clock_stands_still_while_paused(tmp_path):
     assert session.minutes(1300.0) == 5
     session.pause(1300.0)
     assert session.minutes(9000.0) == 5
-    progress = Progress()
+    progress = PracticeProgress()
     save_session(session, progress)
     again = resume_session(progress)
     again.running_since = 20_000.0
@@ -33,7 +33,7 @@ def test_clock_stands_still_while_paused(tmp_path):
 
 
 def test_resume_takes_the_newest_interview_that_is_not_finished(tmp_path):
-    progress = Progress()
+    progress = PracticeProgress()
     with pytest.raises(ConfigError, match="no interview to resume"):
         resume_session(progress)
     first = new_session(tmp_path / "a.py", parse_assumptions(()), True, 1e9)
@@ -48,7 +48,7 @@ def test_resume_takes_the_newest_interview_that_is_not_finished(tmp_path):
 
 
 def test_damaged_session_is_refused(tmp_path, home):
-    progress = Progress()
+    progress = PracticeProgress()
     session = new_session(tmp_path / "a.py", parse_assumptions(()), True, 1e9)
     save_session(session, progress)
     (home / "interviews" / f"{session.id}.json").write_text('{"options": {"scope": "x"}, "gates": {}}')
@@ -98,7 +98,7 @@ def test_scripted_terminal_goes_through_the_gates_pauses_and_resumes(tmp_path):
     options = ask_clarifications(terminal)
     assert options == {"scope": "production", "device": "gpu", "restart": "elastic", "metrics": "no"}
     session = new_session(path, parse_assumptions(("job", "no")), True, now[0])
-    progress = Progress()
+    progress = PracticeProgress()
     assert conduct(session, terminal, lambda: save_session(session, progress), 60) is None
     assert any("Minute 15: the gate is due" in text for text in said)
     assert any("line 1: invalid syntax" in text for text in said)

@@ -9,7 +9,7 @@ from meshwright.models.registry import run_spec
 from meshwright.parallel.world import World
 from meshwright.practice.cards.card import Knobs, Observation
 from meshwright.practice.experiments.counted_training import ELEMENT_BYTES, RankTraining, small_config
-from meshwright.practice.pictures import Span, Timeline
+from meshwright.practice.pictures import GanttChart, Span
 from meshwright.telemetry.heartbeat import Heartbeat
 from meshwright.testing import run_ranks
 
@@ -94,9 +94,9 @@ def order(knobs: Knobs) -> Observation:
     return Observation(values, backward_picture(shown), (note,))
 
 
-def backward_picture(events: BackwardEvents) -> Timeline:
+def backward_picture(events: BackwardEvents) -> GanttChart:
     """Ticks count events. An all-reduce may take until the end of the backward pass, where DDP waits for it."""
     end = float(len(events.names))
     spans = [Span("backward", events.names[index], index, index + 1) for index in events.gradients]
     spans += [Span("all-reduce", events.names[index], index, end) for index in events.buckets]
-    return Timeline("gradients and bucket all-reduces, in order", "events", tuple(spans))
+    return GanttChart("gradients and bucket all-reduces, in order", "events", tuple(spans))

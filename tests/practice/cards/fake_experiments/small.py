@@ -7,7 +7,7 @@ import signal
 import time
 
 from meshwright.practice.cards.card import Observation
-from meshwright.practice.pictures import Bars, Curves, HeatMap, Span, Timeline
+from meshwright.practice.pictures import Bars, Curves, GanttChart, HeatMap, Span
 
 
 def observe(**values: float) -> Observation:
@@ -71,7 +71,7 @@ def leave_files(knobs):
 
 PICTURES = {
     "bars": Bars("Memory by class", "bytes", ("DDP", "FSDP"), {"parameters": (4e6, 1e6), "gradients": (4e6, 1e6)}),
-    "timeline": Timeline(
+    "timeline": GanttChart(
         "GPipe",
         "ticks",
         tuple(
