@@ -225,7 +225,10 @@ def scaling(knobs: Knobs) -> Observation:
     serial, preset, gigabits = float(knobs["serial"]), str(knobs["model"]), float(knobs["gigabits"])
     counts = (1, 2, 4, 8, 16, 32, 64)
     clusters = {n: with_network(resolve_cluster(f"h100:{min(8, n)}x{max(1, n // 8)}"), gigabits) for n in counts}
-    strong = [predict(preset, clusters[n], "batch.micro=1", f"layout.replicate={n}").seconds for n in counts]
+    strong = [
+        predict(preset, clusters[n], "batch.micro=1", "batch.global=512", f"layout.replicate={n}").seconds
+        for n in counts
+    ]
     weak = [
         predict(preset, clusters[n], "batch.micro=1", f"batch.global={32 * n}", f"layout.replicate={n}").seconds
         for n in counts

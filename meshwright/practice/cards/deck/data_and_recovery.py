@@ -20,7 +20,7 @@ KILLED_SAVE = Experiment(
     knobs=(
         Knob(
             "point",
-            ("save.after_shard", "save.begin", "save.before_publish", "step.update"),
+            ("save.after_shard", "save.begin", "save.after_part", "step.update"),
             "the fail point at which rank 1 is killed",
         ),
         Knob("at", (4,), "the step of the kill"),

@@ -156,7 +156,7 @@ CARDS = (
         notes=(
             "Predicted for the rank that keeps most, relative to DDP: full checkpointing 0.11, tensor 2 0.55, "
             "context 2 "
-            "0.53, pipeline 2 with 1F1B 1.2, with GPipe 19 at 64 micro-batches. A pipeline lowers the state instead. "
+            "0.53, pipeline 2 with 1F1B 1.2, with GPipe 19 at 32 micro-batches. A pipeline lowers the state instead. "
             "The choice follows the price: time, exposed collectives, or complexity."
         ),
         mistake="'Split the model' is answered without asking what is split: layers, width, sequence or samples.",
