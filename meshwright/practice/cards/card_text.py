@@ -97,7 +97,8 @@ def sides(relation: Relation, values: Mapping[str, float]) -> str:
     """The measured sides of a relation, as they are: a relation that does not hold is shown as its inverse."""
     shown = relation if relation.holds(values) else relation.inverted()
     right = values[relation.right] if isinstance(relation.right, str) else relation.right
-    tolerance = f" within {100 * relation.tolerance:g}%" if relation.tolerance else ""
+    word = "within" if shown.comparison in ("==", "<=", ">=") else "by more than"
+    tolerance = f" {word} {100 * relation.tolerance:g}%" if relation.tolerance else ""
     named = f" ({relation.right})" if isinstance(relation.right, str) else ""
     left = f"{format_number(values[relation.left])} ({relation.left})"
     return f"{left} {SYMBOLS[shown.comparison]} {format_number(right)}{named}{tolerance}"

@@ -14,6 +14,8 @@ from rich.console import Console
 from meshwright.cli.main import dispatch
 from meshwright.errors import ConfigError
 from meshwright.practice.cards.answers import shown_claims
+from meshwright.practice.cards.card import Relation
+from meshwright.practice.cards.card_text import sides
 from meshwright.practice.cards.runner import RunLimits
 from meshwright.practice.cards.session import ReviewSession
 from meshwright.practice.progress import load_progress, progress_file
@@ -129,6 +131,13 @@ def test_ctrl_c_while_an_experiment_runs_ends_it_and_the_server_starts_again(ses
     runner._process.kill()  # whatever ends the server, the next experiment has a new one
     runner._process.wait()
     assert review.review(PREDICTED, {"size": 8}, ["16"]).grade is not None
+
+
+def test_a_tolerance_widens_or_narrows_a_relation_in_words():
+    values = {"sent": 101.0, "size": 50.0}
+    assert sides(Relation("", "sent", "==", 100.0, 0.02), values) == "101 (sent) = 100 within 2%"
+    assert sides(Relation("", "sent", ">", "size", 1.0), values) == "101 (sent) > 50 (size) by more than 100%"
+    assert sides(Relation("", "sent", "<", "size"), values) == "101 (sent) ≥ 50 (size)"
 
 
 @pytest.fixture
