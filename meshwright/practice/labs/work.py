@@ -113,6 +113,11 @@ class Work:
             yield
         self.check(name, True, "the functions return", "they do", "")
 
+    def call(self, name: str, function: Callable[..., Any], *args: Any) -> Any:
+        """Returns what a function of the user's returns; an exception is the failed check `name`."""
+        with self.user_code(name):
+            return function(*args)
+
     @contextmanager
     def user_code(self, name: str) -> Iterator[None]:
         """Reports a failed check `name` if the user's code inside raises."""
