@@ -53,6 +53,6 @@ LAB = Lab(
         "A parameter that this step did not use has no gradient, so its bucket never becomes complete. finish starts "
         "the all-reduce of such a bucket itself, with zeros in place of the missing gradient.",
     ),
-    items=(18, 19, 22, 23, 24, 25, 26, 112, 153),
+    items=(18, 19, 22, 23, 24, 26, 112, 153),
     chapter="handbook/data-parallelism.md",
 )

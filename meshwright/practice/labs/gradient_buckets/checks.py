@@ -194,8 +194,7 @@ def check_order(work: Work, record: BucketRecord, buckets: int) -> None:
 
 
 def grade(work: Work) -> None:
-    with work.user_code("buckets"):
-        buckets = check_buckets(work)
+    buckets = work.call("buckets", check_buckets, work)
     records = work.ranks("2 ranks return", exercise, RANKS, work.module)
     if check_gradients(work, "gradients", records, 0):
         again = "the first step is right: finish must set the counts back, so that the hooks start again"

@@ -46,6 +46,6 @@ LAB = Lab(
         "starting with r. The position counts the samples of all ranks together, so it means the same for any N.",
         "The state needs the seed, the length and the position, and nothing else: the order follows from them.",
     ),
-    items=(82, 89, 99, 101, 107, 124),
+    items=(82, 101, 107, 124),
     chapter="handbook/data-and-resume.md",
 )

@@ -69,6 +69,6 @@ LAB = Lab(
         "GELU acts on each hidden feature by itself, so it needs no other rank: mlp is "
         "row_linear(gelu(column_linear(x, up_shard)), down_shard, bias).",
     ),
-    items=(37, 38, 39, 41, 122, 147),
+    items=(37, 38, 39, 147),
     chapter="handbook/tensor-and-sequence.md",
 )

@@ -68,6 +68,6 @@ LAB = Lab(
         "With y = x @ W.T: the gradient of x is grad_y @ W, and that of W is grad_y.T @ x. It is reduce-scattered "
         "to the shard, and divided by N.",
     ),
-    items=(27, 28, 29, 30, 31, 32, 33, 34, 64, 65, 133, 137, 139, 140, 141),
+    items=(27, 28, 29, 30, 31, 34, 64, 65, 133, 137, 140, 141),
     chapter="handbook/sharding.md",
 )
