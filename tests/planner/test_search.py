@@ -55,9 +55,9 @@ def all_feasible_candidates(cache: CostCache):
 @pytest.mark.parametrize(
     ("model", "cluster", "overrides"),
     [
-        ("llama-8b", "h100:8", ["--batch.global=32"]),
+        pytest.param("llama-8b", "h100:8", ["--batch.global=32"], marks=pytest.mark.long),
         ("llama-1b", "a100-40:4", ["--batch.global=24"]),
-        ("deepseek-moe-16b", "h200:8", ["--batch.global=16"]),
+        pytest.param("deepseek-moe-16b", "h200:8", ["--batch.global=16"], marks=pytest.mark.long),
     ],
 )
 def test_search_is_as_fast_as_the_exhaustive_search(model, cluster, overrides):

@@ -66,6 +66,7 @@ def check_card(card: Card) -> None:
         assert values[prediction.value] != 0, f"an error relative to 0: {prediction.value}"
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("card", FIRST_OF_EXPERIMENT, ids=lambda card: card.id)
 def test_card_is_true_on_this_machine(card):
     check_card(card)

@@ -92,6 +92,7 @@ def has_data(observation: Observation) -> bool:
             return bool(picture.lines) and all(len(line) == len(picture.x) for line in picture.lines.values())
 
 
+@pytest.mark.long
 @pytest.mark.parametrize("card", tuple(one_per_function()), ids=lambda card: card.experiment.run)
 def test_one_card_of_every_experiment_is_true(card: Card) -> None:
     require_true(card)

@@ -87,7 +87,7 @@ class Statement:
 
 
 @dataclass(frozen=True)
-class Reference:
+class Citation:
     """Where a fact comes from. The source of an own run is the command that prints it."""
 
     kind: Literal["official", "paper", "own run"]
@@ -133,7 +133,7 @@ class Card:
     predictions: tuple[Prediction, ...] = ()
     claims: tuple[Statement, ...] = ()
     refuted: tuple[Relation, ...] = ()
-    sources: tuple[Reference, ...] = ()
+    sources: tuple[Citation, ...] = ()
     items: tuple[int, ...] = field(default=())
     """numbers of the handbook items that this card makes real"""
     chapter: str = ""

@@ -15,7 +15,7 @@ from meshwright.practice.incidents.catalogue import FIXES
 from meshwright.practice.incidents.evidence import diagnosis_text
 from meshwright.practice.incidents.incident import Move, PracticeIncident
 from meshwright.practice.incidents.job import RUN_FOLDER, read_job
-from meshwright.practice.incidents.timeline import Moment, build_timeline
+from meshwright.practice.incidents.timeline import StoryMoment, build_timeline
 from meshwright.telemetry.run_folder import RunFolder
 
 STORY_FILE = "story.json"
@@ -32,7 +32,7 @@ class Story:
     rank: int | None
     steps: tuple[int, int] | None
     what_happened: str
-    timeline: tuple[Moment, ...]
+    timeline: tuple[StoryMoment, ...]
     outcome: str
     """how the job ended"""
     findings: tuple[Finding, ...]

@@ -33,7 +33,7 @@ LONG_STEP = 1.5
 
 
 @dataclass(frozen=True)
-class Moment:
+class StoryMoment:
     """An entry of the timeline."""
 
     seconds: float
@@ -41,16 +41,16 @@ class Moment:
     text: str
 
 
-def build_timeline(incident: PracticeIncident, history: RunHistory | None, job: JobState) -> tuple[Moment, ...]:
+def build_timeline(incident: PracticeIncident, history: RunHistory | None, job: JobState) -> tuple[StoryMoment, ...]:
     """What happened, in the order of time. Without records, only that the job started."""
-    moments = [Moment(0.0, "the pager rings, and the job starts")]
+    moments = [StoryMoment(0.0, "the pager rings, and the job starts")]
     if history is not None:
         start = job.started or (history.attempts[0].started if history.attempts else None) or 0.0
         moments += [*event_moments(history, start), *step_moments(incident, history, start)]
     return tuple(sorted(moments, key=lambda moment: moment.seconds))
 
 
-def event_moments(history: RunHistory, start: float) -> Iterator[Moment]:
+def event_moments(history: RunHistory, start: float) -> Iterator[StoryMoment]:
     folder = history.folder
     known: set[str] = set()
     paths = [folder.root / "events" / "supervisor.jsonl", *(folder.events(rank) for rank in history.ranks)]
@@ -60,7 +60,7 @@ def event_moments(history: RunHistory, start: float) -> Iterator[Moment]:
                 text = event_text(event)
                 if text and text not in known:
                     known.add(text)
-                    yield Moment(float(event["time"]) - start, text)
+                    yield StoryMoment(float(event["time"]) - start, text)
 
 
 def event_text(event: Event) -> str:
@@ -71,7 +71,7 @@ def event_text(event: Event) -> str:
     return ""
 
 
-def step_moments(incident: PracticeIncident, history: RunHistory, start: float) -> Iterator[Moment]:
+def step_moments(incident: PracticeIncident, history: RunHistory, start: float) -> Iterator[StoryMoment]:
     """The step of the injection, and the first one that takes longer than those before it."""
     table, window = history.steps(), incident.step_window(history)
     if window is None or not len(table):
@@ -80,7 +80,7 @@ def step_moments(incident: PracticeIncident, history: RunHistory, start: float) 
     step = sum(window) // 2 if observed else int(incident.values["step"])
     at = np.flatnonzero(table.step == step)
     if len(at):
-        yield Moment(float(table.begin[at[0]]) - start, f"injection: step {step} begins")
+        yield StoryMoment(float(table.begin[at[0]]) - start, f"injection: step {step} begins")
     before = table.seconds[(table.step < step) & (table.step > 1)]
     if not len(before) or incident.kind.cause not in LONG_STEPS:
         return
@@ -90,4 +90,4 @@ def step_moments(incident: PracticeIncident, history: RunHistory, start: float) 
         index = long[0]
         took, number = format_seconds(float(table.seconds[index])), int(table.step[index])
         text = f"first symptom: step {number} takes {took}, and those before took {format_seconds(usual)}"
-        yield Moment(float(table.begin[index] + table.seconds[index]) - start, text)
+        yield StoryMoment(float(table.begin[index] + table.seconds[index]) - start, text)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from meshwright.practice.cards.card import Card, Experiment, Knob, Prediction, Reference, Relation, Statement
+from meshwright.practice.cards.card import Card, Citation, Experiment, Knob, Prediction, Relation, Statement
 
 PACKAGE = "fake_experiments"
 DOUBLE = Experiment("small:double", 1, (Knob("size", (8, 16), "bytes of the buffer"),))
@@ -20,7 +20,7 @@ PREDICTED = Card(
     (IS_TWICE,),
     predictions=(Prediction("doubled", "Bytes that are sent", "bytes"),),
     refuted=(Relation("As many bytes as the size are sent.", "doubled", "==", "size"),),
-    sources=(Reference("own run", "this test", "pytest"),),
+    sources=(Citation("own run", "this test", "pytest"),),
     items=(1,),
 )
 CLAIMS = (
