@@ -12,8 +12,6 @@ from meshwright.cli.main import VERBS
 
 SCRIPT = runpy.run_path(str(ROOT / "docs" / "write_coverage.py"))
 HANDBOOK = ROOT / "docs" / "handbook"
-JUDGEMENT = {15, 16, 17, 73, 91, 92, 93, 96, 111, 151}
-"""Items about how to speak and practise, which no command and no test of training shows."""
 
 
 @pytest.fixture(scope="module")
@@ -29,7 +27,7 @@ def test_no_item_is_missing(items):
 def test_every_item_has_a_chapter_and_almost_every_one_something_that_runs(items):
     assert not [item.number for item in items if not item.chapters]
     only_read = [item.number for item in items if not (item.commands or item.tests or item.cards or item.labs)]
-    assert set(only_read) <= JUDGEMENT
+    assert not only_read
 
 
 def test_chapters_and_anchors_exist(items):
