@@ -190,7 +190,7 @@ FOUR_QUESTIONS = (
     ),
     FollowUp(
         "Who reads which sample, and how can you prove it?",
-        "a function of (seed, epoch, rank, world size), and set algebra over what was read",
+        "a function of seed and global position, of which each rank takes its part; and set algebra over what was read",
         (101, 107),
     ),
     FollowUp(
