@@ -133,7 +133,7 @@ def large_model(knobs: Knobs) -> Observation:
     exposed = ", ".join(f"{axis} {eight.phases[axis]:.0f} s" for axis in ("tensor", "shard"))
     notes = (
         f"{preset} on {ranks} H100; a step of {fsdp.job.batch.global_} samples.",
-        f"FSDP x TP 8: {eight.job.batch.accumulation} micro-batches, {eight.seconds:.0f} s; exposed by axis: {exposed}.",
+        f"FSDP x TP 8: {eight.job.batch.accumulation} micro-batches, {eight.seconds:.0f} s; exposed: {exposed}.",
     )
     return Observation(values, memory_bars("predicted memory per rank", plans), notes)
 

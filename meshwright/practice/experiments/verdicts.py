@@ -150,16 +150,16 @@ def busy_device(knobs: Knobs) -> Observation:
         diagnosis = diagnose_kernels(folder / "exposed.json", exposed)
         other = diagnose_kernels(folder / "overlapped.json", overlapped)
     parts, first = diagnosis.ranks[0].breakdown, diagnosis.findings[0]
-    last, last_overlapped = (found.ranks[0].steps[TRACED_STEPS - 1] for found in (diagnosis, other))
+    step, step_overlapped = (found.ranks[0].steps[1] for found in (diagnosis, other))
     values = {
         "utilization": 1 - parts.share(parts.idle),
         "compute_share": parts.share(parts.compute),
         "exposed_share": parts.share(parts.exposed),
         "named_communication": float(first.cause == "communication"),
         "overlap": parts.overlap,
-        "all_reduce_us": last.communication * 1e6,
-        "all_reduce_us_overlapped": last_overlapped.communication * 1e6,
-        "exposed_us_overlapped": last_overlapped.exposed * 1e6,
+        "all_reduce_us": step.communication * 1e6,
+        "all_reduce_us_overlapped": step_overlapped.communication * 1e6,
+        "exposed_us_overlapped": step_overlapped.exposed * 1e6,
     }
     spans = tuple(
         Span(
