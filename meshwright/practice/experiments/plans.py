@@ -278,8 +278,8 @@ def amdahl(serial: float, processors: float) -> float:
 
 def counted_ticks(serial: float, devices: int) -> int:
     """Ticks until UNITS units of work are done: the serial ones one per tick, then one per device and tick."""
-    in_order = round(serial * UNITS)
-    left, ticks = UNITS - in_order, in_order
+    serial_units = round(serial * UNITS)
+    left, ticks = UNITS - serial_units, serial_units
     while left > 0:
         left -= devices
         ticks += 1
