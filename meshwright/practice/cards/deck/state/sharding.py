@@ -105,7 +105,7 @@ CARDS = (
             "recompute them or split the sequence."
         ),
         notes=(
-            "18 bytes with bf16 weights: 2 weight, 4 gradient, 12 optimizer; 16 with float32 weights, as in this run. "
+            "18 bytes with bf16 weights: 2 weight, 4 gradient, 12 optimizer; 16 with float32 weights: 4, 4 and 8. "
             "DDP has all of them on each of N ranks; FSDP keeps 1 / N and the unsharded units in use. W: bytes of all "
             "parameters. The experiment runs both on the same ranks and the same samples: peak state falls, "
             "activations do not change, bytes rise from 2 W to 3 W times (N - 1) / N. With M micro-batches the "
