@@ -73,7 +73,7 @@ def all_labs() -> list[Any]:
 
 
 def submodules(package: str, packages: bool = False) -> list[Any]:
-    """The modules, or the packages, directly inside of a package; none where there is no such package."""
+    """The modules, or the packages, directly inside a package; none where there is no such package."""
     spec = find_spec(package)
     if spec is None or spec.submodule_search_locations is None:
         return []

@@ -107,4 +107,4 @@ def on_page_markdown(markdown: str, page: Any, **_settings: Any) -> str:
         return markdown
     if computed != markdown:
         LOG.warning("%s has stale figures; run python docs/write_figures.py", page.file.src_uri)
-    return MARKER.sub(lambda mark: mark[3], computed)  # comments inside of table cells would be shown as they are
+    return MARKER.sub(lambda mark: mark[3], computed)  # comments inside table cells would be shown as they are

@@ -56,9 +56,24 @@ def exposed_seconds(model: str, cluster: str, axis: str, *overrides: str) -> flo
     return planned(model, cluster, *overrides).phases.get(axis, 0.0)
 
 
+def collective_seconds_of_axis(model: str, cluster: str, axis: str, *overrides: str) -> float:
+    """Predicted seconds of all collectives of one axis per step, hidden or exposed."""
+    return sum(call.seconds for call in planned(model, cluster, *overrides).calls if call.axis == axis)
+
+
+def accumulation(model: str, cluster: str, *overrides: str) -> int:
+    """Micro-batches per step of a fixed layout."""
+    return int(planned(model, cluster, *overrides).job.batch.accumulation)
+
+
 def peak(model: str, cluster: str, memory_class: str, *overrides: str) -> float:
     """Predicted bytes of a memory class at the peak of a fixed layout; `total` is the whole device."""
     return float(getattr(planned(model, cluster, *overrides).peak_memory, memory_class))
+
+
+def state_peak(model: str, cluster: str, *overrides: str) -> float:
+    """Predicted bytes of parameters, gradients and optimizer state at the peak of a fixed layout."""
+    return sum(peak(model, cluster, name, *overrides) for name in ("parameters", "gradients", "optimizer"))
 
 
 def parameters(model: str) -> int:
@@ -128,7 +143,7 @@ def volume_table(ranks: int, *accumulations: int) -> str:
     head = " | ".join(f"{count} micro-batch{'es' if count > 1 else ''}" for count in accumulations)
     rows = [f"| `layout.shard` | known as | {head} |", "|---|---|" + "---|" * len(accumulations)]
     for shard, name in LEVELS.items():
-        cells = " | ".join(f"{volume(shard, ranks, count):.3g} P" for count in accumulations)
+        cells = " | ".join(f"{volume(shard, ranks, count):.3g} W" for count in accumulations)
         rows.append(f"| `{shard}` | {name} | {cells} |")
     return "\n".join(rows)
 
@@ -271,15 +286,27 @@ def adam_difference(first: float, second: float) -> str:
     return f"{update((first + second) / 2):.3g} and {(update(first) + update(second)) / 2:.3g}"
 
 
+def what_it_removes(before: dict[str, Any], step: dict[str, Any]) -> str:
+    """What a step of the ladder removes; less than 5 % of a bottleneck that stays is called nothing, and the step time
+    is given instead.
+    """
+    old, new = before["bottleneck"], step["bottleneck"]
+    if old["kind"] != new["kind"] or new["excess"] < 0.95 * old["excess"]:
+        return str(step["resolved"])
+    gain = 1 - step["plan"]["seconds"] / before["plan"]["seconds"]
+    return f"nothing of the bottleneck ({step['resolved']}); the step is {gain:.1%} shorter"
+
+
 def ladder_table(model: str, cluster: str) -> str:
     """The steps from DDP to the plan of a preset, as a table."""
     from figures import command_json
 
     steps: list[dict[str, Any]] = command_json(f"meshwright plan {model} --cluster {cluster} --json")["ladder"]
     rows = ["| step | peak memory | step time | what it removes | bottleneck that remains |", "|---|---|---|---|---|"]
-    for step in steps:
+    for before, step in zip([None, *steps], steps, strict=False):
         plan = step["plan"]
-        cells = [format_bytes(plan["memory"]["total"]), f"{plan['seconds']:.3g} s", step["resolved"] or "the start"]
+        removed = "the start" if before is None else what_it_removes(before, step)
+        cells = [format_bytes(plan["memory"]["total"]), f"{plan['seconds']:.3g} s", removed]
         rows.append(f"| {step['name']} | {' | '.join(cells)} | {step['bottleneck']['message']} |")
     return "\n".join(rows)
 
@@ -287,10 +314,11 @@ def ladder_table(model: str, cluster: str) -> str:
 FORMULAS = {
     function.__name__: function
     for function in (
-        step_seconds, exposed_seconds, peak, parameters, active_parameters, state_bytes, state_table, volume,
-        volume_table, wire, wire_table, collective_time, bubble, bubble_table, in_flight, in_flight_list, block_bytes,
-        global_batch, segments_peak, best_segments, amdahl, checkpoint_interval, lost_share, padded_samples,
-        mean_of_means, token_mean, fp16, fp16_max, bf16, state_per_parameter, adam_difference, ladder_table,
+        step_seconds, exposed_seconds, collective_seconds_of_axis, accumulation, peak, state_peak, parameters,
+        active_parameters, state_bytes, state_table, volume, volume_table, wire, wire_table, collective_time, bubble,
+        bubble_table, in_flight, in_flight_list, block_bytes, global_batch, segments_peak, best_segments, amdahl,
+        checkpoint_interval, lost_share, padded_samples, mean_of_means, token_mean, fp16, fp16_max, bf16,
+        state_per_parameter, adam_difference, ladder_table,
     )
 }  # fmt: skip
 """Name -> what `call:` markers of the handbook may call."""

@@ -18,6 +18,8 @@ from meshwright.practice.pictures import Bars, Curves
 from meshwright.topology.unsupported import validate
 
 GIB = float(1 << 30)
+UNITS = 10_000
+"""Units of work whose ticks are counted; one device takes one tick for each."""
 FULL = "activation_checkpoint.mode=full"
 SHARDED = "layout.shard=parameters"
 
@@ -116,7 +118,10 @@ def large_model(knobs: Knobs) -> Observation:
         "exposed_fsdp": exposed_share(fsdp),
         "exposed_tp2": exposed_share(two),
         "exposed_tp8": exposed_share(eight),
+        "exposed_tensor_tp8": eight.phases["tensor"] / eight.seconds,
+        "exposed_shard_tp8": eight.phases["shard"] / eight.seconds,
         "exposed_tp8_across_nodes": exposed_share(across),
+        "micro_batches_tp8_to_tp2": eight.job.batch.accumulation / two.job.batch.accumulation,
         "seconds_tp2": two.seconds,
         "seconds_tp8": eight.seconds,
         "seconds_tp8_across_nodes": across.seconds,
@@ -125,7 +130,11 @@ def large_model(knobs: Knobs) -> Observation:
         "ranks": float(three.job.layout.ranks),
         "axes_3d": float(three.job.layout.tensor * three.job.layout.pipeline * three.job.layout.data_degree),
     }
-    notes = (f"{preset} on {ranks} H100; a step of {fsdp.job.batch.global_} samples.",)
+    exposed = ", ".join(f"{axis} {eight.phases[axis]:.0f} s" for axis in ("tensor", "shard"))
+    notes = (
+        f"{preset} on {ranks} H100; a step of {fsdp.job.batch.global_} samples.",
+        f"FSDP x TP 8: {eight.job.batch.accumulation} micro-batches, {eight.seconds:.0f} s; exposed: {exposed}.",
+    )
     return Observation(values, memory_bars("predicted memory per rank", plans), notes)
 
 
@@ -239,6 +248,9 @@ def scaling(knobs: Knobs) -> Observation:
         "amdahl_64": amdahl(serial, 64),
         "amdahl_1024": amdahl(serial, 1024),
         "amdahl_limit": 1 / serial,
+        "counted_64": UNITS / counted_ticks(serial, 64),
+        "counted_1024": UNITS / counted_ticks(serial, 1024),
+        "counted_gain_of_16": counted_ticks(serial, 64) / counted_ticks(serial, 1024),
         "gustafson_64": serial + (1 - serial) * 64,
         "planned_speedup_8": speedups[3],
         "planned_speedup_64": speedups[-1],
@@ -246,6 +258,8 @@ def scaling(knobs: Knobs) -> Observation:
         "serial_fraction_64": fraction[64],
         "speedup_64_from_8": amdahl(fraction[8], 64),
         "weak_speedup_64": 64 * weak[0] / weak[-1],
+        "planned_limit_64": 1 / fraction[64],
+        "strong_efficiency_8": speedups[3] / 8,
         "strong_efficiency_64": speedups[-1] / 64,
     }
     x = tuple(float(n) for n in counts)
@@ -254,12 +268,25 @@ def scaling(knobs: Knobs) -> Observation:
         "planned, strong": tuple(speedups),
         "planned, weak": tuple(n * weak[0] / seconds for n, seconds in zip(x, weak, strict=True)),
     }
-    notes = (f"{preset} on 1 to 64 H100; the serial fraction is the one that explains the speedup.",)
+    notes = (
+        f"{preset} on 1 to 64 H100; the serial fraction is the one that explains the speedup.",
+        f"Ticks are counted for {UNITS} units of work, of which {round(serial * UNITS)} run one after the other.",
+    )
     return Observation(values, Curves("scaling", "devices", "speedup", x, lines), notes)
 
 
 def amdahl(serial: float, processors: float) -> float:
     return 1 / (serial + (1 - serial) / processors)
+
+
+def counted_ticks(serial: float, devices: int) -> int:
+    """Ticks until UNITS units of work are done: the serial ones one per tick, then one per device and tick."""
+    serial_units = round(serial * UNITS)
+    left, ticks = UNITS - serial_units, serial_units
+    while left > 0:
+        left -= devices
+        ticks += 1
+    return ticks
 
 
 def serial_fraction(speedup: float, processors: float) -> float:

@@ -11,7 +11,7 @@ from typing import Any
 from meshwright.config import config_to_toml, load_config
 from meshwright.diagnose.finding import Finding
 from meshwright.diagnose.run.diagnose import diagnose_run
-from meshwright.diagnose.trace.diagnose import diagnose_traces
+from meshwright.diagnose.trace.diagnose import TraceDiagnosis, diagnose_traces
 from meshwright.history.run_history import RunHistory
 from meshwright.practice.cards.card import Knobs, Observation
 from meshwright.practice.experiments.small_runs import SmallRun, scratch_folder, train_small
@@ -23,6 +23,7 @@ TYPICAL = {"fetch": 0.001, "copy": 0.0, "forward": 0.03, "backward": 0.06, "sync
 """Seconds of the phases of a step of 0.1 s that nothing limits."""
 STEPS = 30
 MIB = 1 << 20
+TRACED_STEPS, NCCL_STREAM = 4, 20
 
 
 @dataclass(frozen=True)
@@ -120,10 +121,11 @@ def slow_runs(_knobs: Knobs) -> Observation:
             first[cause] = diagnose_run(write_records(folder / cause, run))[0]
     named = {cause: float(finding.cause == cause) for cause, finding in first.items()}
     values = {f"named_{cause}": value for cause, value in named.items()}
+    causes = {finding.cause for finding in first.values()} - {"healthy"}
     values |= {
-        "causes_named": sum(named.values()) - named["healthy"],
+        "causes_named": float(len(causes)),
         "causes_of_the_four": float(len(FOUR)),
-        "named_outside_the_four": sum(value for cause, value in named.items() if cause not in (*FOUR, "healthy")),
+        "named_outside_the_four": float(len(causes - set(FOUR))),
         "straggler_rank": float(-1 if first["straggler"].rank is None else first["straggler"].rank),
         "communication_has_a_setting": float(bool(first["communication"].change.settings)),
         "share_communication": first["communication"].share,
@@ -131,51 +133,72 @@ def slow_runs(_knobs: Knobs) -> Observation:
     }
     labels = tuple(cause for cause in first if cause != "healthy")
     shares = tuple(first[cause].share for cause in labels)
-    notes = tuple(finding.sentence for finding in first.values())
+    notes = ("The records are synthetic: their steps have known times.", *(found.sentence for found in first.values()))
     return Observation(
         values, Bars("share of the step that the change wins back", "", labels, {"share": shares}), notes
     )
 
 
 def busy_device(knobs: Knobs) -> Observation:
-    """Diagnoses a profiler trace in which a collective kernel waits on the device while nothing is computed."""
-    compute, exposed = int(knobs["compute_us"]), int(knobs["exposed_us"])
-    length, steps = compute + exposed, 4
-    events: list[dict[str, Any]] = []
-    for step in range(steps):
-        begin = length * step
-        events.append(trace_event("user_annotation", f"ProfilerStep#{step}", begin, length, 1))
-        for index, (name, start, duration, stream) in enumerate(
-            (("gemm", begin, compute, 7), ("ncclDevKernel_AllReduce_Sum_f32_RING_LL", begin + compute, exposed, 20))
-        ):
-            link = {"correlation": 10 * step + index + 1}
-            events.append(trace_event("cuda_runtime", "cudaLaunchKernel", begin + index, 1, 1, **link))
-            events.append(trace_event("kernel", name, start, duration, stream, stream=stream, **link))
-    header = {"deviceProperties": [{"id": 0, "name": "GPU"}], "distributedInfo": {"rank": 0, "world_size": 8}}
+    """Diagnoses two synthetic profiler traces: one in which the all-reduce waits on the device while nothing is
+    computed, and one in which a part of it runs beside matrix products.
+    """
+    compute, all_reduce = int(knobs["compute_us"]), int(knobs["all_reduce_us"])
+    exposed = step_trace(compute, all_reduce, 0)
+    overlapped = step_trace(compute, all_reduce, int(knobs["overlapped_us"]))
     with scratch_folder() as folder:
-        path = folder / "trace.json"
-        path.write_text(json.dumps(header | {"traceEvents": events}))
-        diagnosis = diagnose_traces([path])
+        diagnosis = diagnose_kernels(folder / "exposed.json", exposed)
+        other = diagnose_kernels(folder / "overlapped.json", overlapped)
     parts, first = diagnosis.ranks[0].breakdown, diagnosis.findings[0]
+    step, step_overlapped = (found.ranks[0].steps[1] for found in (diagnosis, other))
     values = {
         "utilization": 1 - parts.share(parts.idle),
         "compute_share": parts.share(parts.compute),
         "exposed_share": parts.share(parts.exposed),
         "named_communication": float(first.cause == "communication"),
         "overlap": parts.overlap,
+        "all_reduce_us": step.communication * 1e6,
+        "all_reduce_us_overlapped": step_overlapped.communication * 1e6,
+        "exposed_us_overlapped": step_overlapped.exposed * 1e6,
     }
     spans = tuple(
         Span(
-            "NCCL stream" if event["tid"] == 20 else "compute stream",
+            f"{'NCCL' if event['tid'] == NCCL_STREAM else 'compute'} stream, {name}",
             event["name"],
             event["ts"],
             event["ts"] + event["dur"],
         )
+        for name, events in (("exposed", exposed), ("overlapped", overlapped))
         for event in events
         if event["cat"] == "kernel"
     )
-    notes = ("A utilization counter reports the share of time in which any kernel runs.", first.sentence)
+    notes = (
+        "A utilization counter reports the share of time in which any kernel runs.",
+        "The traces are synthetic: kernels have the times of the knobs, and diagnose measures what is exposed.",
+        first.sentence,
+    )
     return Observation(values, GanttChart("kernels on the device", "us", spans), notes)
+
+
+def step_trace(compute: int, all_reduce: int, overlapped: int) -> list[dict[str, Any]]:
+    """The events of steps in which the all-reduce starts `overlapped` microseconds before the end of compute."""
+    length = compute + all_reduce - overlapped
+    events: list[dict[str, Any]] = []
+    for step in range(TRACED_STEPS):
+        begin = length * step
+        events.append(trace_event("user_annotation", f"ProfilerStep#{step}", begin, length, 1))
+        reduction = ("ncclDevKernel_AllReduce_Sum_f32_RING_LL", begin + compute - overlapped, all_reduce, NCCL_STREAM)
+        for index, (name, start, duration, stream) in enumerate((("gemm", begin, compute, 7), reduction)):
+            link = {"correlation": 10 * step + index + 1}
+            events.append(trace_event("cuda_runtime", "cudaLaunchKernel", begin + index, 1, 1, **link))
+            events.append(trace_event("kernel", name, start, duration, stream, stream=stream, **link))
+    return events
+
+
+def diagnose_kernels(path: Path, events: list[dict[str, Any]]) -> TraceDiagnosis:
+    header = {"deviceProperties": [{"id": 0, "name": "GPU"}], "distributedInfo": {"rank": 0, "world_size": 8}}
+    path.write_text(json.dumps(header | {"traceEvents": events}))
+    return diagnose_traces([path])
 
 
 def trace_event(category: str, name: str, start: float, duration: float, tid: int, **args: Any) -> dict[str, Any]:

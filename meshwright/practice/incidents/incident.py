@@ -30,7 +30,7 @@ class TrainRun:
     settings: tuple[str, ...]
     """config keys as on the command line"""
     fault: str = ""
-    """faults of `meshwright/faults.py`, which the launcher assigns inside of its process"""
+    """faults of `meshwright/faults.py`, which the launcher assigns inside its process"""
     part: str = ""
     """the parts of `parts.py` that the run trains with; empty: the built-in model"""
     fork: bool = False

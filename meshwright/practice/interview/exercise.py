@@ -171,7 +171,7 @@ STAGES = (
     InterviewStage(
         30,
         "two ranks",
-        "Give every rank its samples, and synchronise gradients once per optimizer step.",
+        "Give every rank its samples, and synchronize gradients once per optimizer step.",
         ("partition", "global_batch"),
         (
             "contract_30",

@@ -30,7 +30,7 @@ FOLLOW_UPS: dict[str, FollowUp] = {
     ),
     "single_run": FollowUp(
         "What exactly is one step of your loop, and where does it begin and end?",
-        "fetch, copy, forward and backward per micro-batch, then one synchronisation and one update",
+        "fetch, copy, forward and backward per micro-batch, then one synchronization and one update",
         (100, 106),
     ),
     "loss_falls": FollowUp(
@@ -86,14 +86,14 @@ FOLLOW_UPS: dict[str, FollowUp] = {
         "docs/diagnose.md",
     ),
     "gradient_union": FollowUp(
-        "Where is the synchronisation boundary, and which single process would compute the same gradient?",
+        "Where is the synchronization boundary, and which single process would compute the same gradient?",
         "after accumulation, before the update; one process on the union of the samples, with one division",
         (19, 104, 135),
         "docs/prove.md",
     ),
     "sync_once": FollowUp(
         "How many bytes does a step with four accumulated backward passes reduce?",
-        "as many as with one: only the last backward pass synchronises",
+        "as many as with one: only the last backward pass synchronizes",
         (106, 127),
     ),
     "global_batch": FollowUp(
@@ -190,7 +190,7 @@ FOUR_QUESTIONS = (
     ),
     FollowUp(
         "Who reads which sample, and how can you prove it?",
-        "a function of (seed, epoch, rank, world size), and set algebra over what was read",
+        "a function of seed and global position, of which each rank takes its part; and set algebra over what was read",
         (101, 107),
     ),
     FollowUp(
@@ -209,7 +209,7 @@ PRESSURE_QUESTIONS = (
     FollowUp("At which line do ranks wait for each other?", "the line, the collective and its bytes", (104,)),
     FollowUp(
         "Which mistake would train on without any error, and what would catch it?",
-        "replayed data, unsynchronised replicas or a wrong division, each with the comparison that shows it",
+        "replayed data, unsynchronized replicas or a wrong division, each with the comparison that shows it",
         (104,),
     ),
     FollowUp(

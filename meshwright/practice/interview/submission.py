@@ -131,7 +131,7 @@ def python_lines(text: str, label: str) -> tuple[list[str], list[str]]:
 
 
 def top_level_functions(tree: ast.Module) -> dict[str, tuple[str, ...] | None]:
-    """Names that the file defines at its top level, also inside of `if`, `try` and `with`; the last one counts."""
+    """Names that the file defines at its top level, also inside `if`, `try` and `with`; the last one counts."""
     found: dict[str, tuple[str, ...] | None] = {}
     statements: list[ast.AST] = list(reversed(tree.body))
     while statements:

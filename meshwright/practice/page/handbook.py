@@ -25,7 +25,7 @@ class Chapter:
 
 
 def handbook_folder() -> Path | None:
-    """The chapters beside the package: inside of it where they are shipped, or in docs/ of a checkout."""
+    """The chapters beside the package: inside it where they are shipped, or in docs/ of a checkout."""
     package = Path(str(files("meshwright")))
     folders = (package / "practice" / "handbook", package.parent / "docs" / "handbook")
     return next((folder for folder in folders if folder.is_dir()), None)

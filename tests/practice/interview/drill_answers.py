@@ -18,7 +18,7 @@ SHARDING = {
 }
 ACCUMULATION = {
     "problem": "72% of the step is exposed all-reduce: the network, not the model, is the limit.",
-    "mechanism": "Accumulate gradients over 16 micro-batches under no_sync, so that gradients are synchronised once.",
+    "mechanism": "Accumulate gradients over 16 micro-batches under no_sync, so that gradients are synchronized once.",
     "communication": "One all-reduce of 4.6 GiB per optimizer step, as before, for 16 times the samples.",
     "tradeoff": "The global batch is larger: fewer updates. A step takes 1.3 s, 17% of it exposed.",
     "measurement": "Tokens per second, and the loss against tokens, because the batch changed.",

@@ -210,7 +210,7 @@ FLAWS: dict[str, tuple[str, str, str]] = {
 """flaw -> (text of the good answer, its replacement, the check that names the flaw)"""
 
 MORE_FLAWS: dict[str, tuple[str, str, str]] = {
-    "gradients_not_synchronised": ("                    dist.all_reduce(parameter.grad)\n", "", "gradient_union"),
+    "gradients_not_synchronized": ("                    dist.all_reduce(parameter.grad)\n", "", "gradient_union"),
     "gradients_summed": ("                    parameter.grad /= world_size\n", "", "gradient_union"),
     "sync_every_micro_batch": (
         "                total += value.item()\n",
@@ -281,7 +281,7 @@ WITH_DDP = (
         "                for parameter in model.parameters():\n"
         "                    dist.all_reduce(parameter.grad)\n"
         "                    parameter.grad /= world_size\n",
-        "                pass  # DDP has synchronised in the last backward pass\n",
+        "                pass  # DDP has synchronized in the last backward pass\n",
     ),
 )
 """The good answer with DDP instead of its own all-reduce."""

@@ -23,7 +23,8 @@ BUSY = Experiment(
     "verdicts:busy_device",
     knobs=(
         Knob("compute_us", (600, 900), "microseconds of matrix products per step"),
-        Knob("exposed_us", (400, 100), "microseconds in which only the all-reduce kernel runs"),
+        Knob("all_reduce_us", (400, 100), "microseconds of the all-reduce kernel per step"),
+        Knob("overlapped_us", (250, 50), "microseconds of it beside matrix products, in the second trace"),
     ),
 )
 NETWORK = Experiment(
@@ -82,9 +83,8 @@ CARDS = (
         id="trap-utilization-shows-communication",
         kind="diagnosis",
         question=(
-            "'If a run were bound by communication, GPU utilization would be low during collectives.' A trace has "
-            "600 us "
-            "of matrix products and 400 us in which only the all-reduce runs. What is right?"
+            "'If a run were bound by communication, GPU utilization would be low during collectives.' A trace has 600 "
+            "us of matrix products and 400 us in which only the all-reduce runs. What is right?"
         ),
         answer=(
             "Utilization would read 100 %. The counter asks whether any kernel is running, and a collective is a "
@@ -94,8 +94,9 @@ CARDS = (
         ),
         notes=(
             "NVML: percent of time over the sample period during which one or more kernels was executing. Breakdown of "
-            "a step: compute + exposed communication + copies + idle. meshwright diagnose reads any Kineto trace and "
-            "names the collective that is exposed."
+            "a step: compute + exposed communication + copies + idle. If 250 of the 400 us run beside matrix products, "
+            "150 us are exposed. meshwright diagnose reads any Kineto trace and names the collective that is exposed; "
+            "the two traces of this run are synthetic."
         ),
         mistake="A dashboard at 100 % is taken as the proof that nothing can be gained.",
         experiment=BUSY,
@@ -107,6 +108,10 @@ CARDS = (
             Relation("the counter shows a busy device", "utilization", ">=", 0.99),
             Relation("it computes for 60 % of the time", "compute_share", "==", 0.6, 1e-6),
             Relation("the rest is exposed", "exposed_share", "==", 0.4, 1e-6),
+            Relation(
+                "with 250 us beside matrix products, 150 us are exposed", "exposed_us_overlapped", "==", 150, 1e-6
+            ),
+            Relation("although the all-reduce is as long", "all_reduce_us_overlapped", "==", "all_reduce_us", 1e-6),
             Relation("diagnose names communication", "named_communication", "==", 1),
         ),
         refuted=(Relation("utilization is low", "utilization", "<", 0.9),),
@@ -216,8 +221,8 @@ CARDS = (
         ),
         notes=(
             "A straggler of 50 ms in forward on one of two ranks shows as sync on the other. If sync is long on every "
-            "rank, it is communication; if it is long on all but one, look at that one. The run diagnoses records with "
-            "known times, one class each."
+            "rank, it is communication; if it is long on all but one, look at that one. The run diagnoses synthetic "
+            "records with known times, one class each, and counts the different causes that diagnose returns."
         ),
         mistake="The waits for a slow rank are booked as communication, and buckets are tuned.",
         experiment=SLOW_RUNS,
@@ -228,7 +233,7 @@ CARDS = (
         ),
         relations=(
             Relation("more than four are told apart", "causes_named", ">", "causes_of_the_four"),
-            Relation("three are outside of the four", "named_outside_the_four", "==", 3),
+            Relation("three are outside the four", "named_outside_the_four", "==", 3),
             Relation("a straggler is named with its rank", "straggler_rank", "==", 1),
             Relation("so is swapping", "named_memory", "==", 1),
             Relation("and waiting for checkpoints", "named_checkpoint", "==", 1),

@@ -42,7 +42,11 @@ CARDS = (
             "P ranks, M micro-batches, stages of equal cost: all ranks together idle (P-1)/(M+P-1) of the time, so the "
             "speedup is P M/(M+P-1). State falls to about 1/P per rank; the first and the last stage also have the "
             "embedding and the head. Activations of the first stage do not fall under 1F1B. torch.distributed."
+<<<<<<< HEAD
             "pipelining has these schedules; Meshwright runs them and counts micro-batches in flight."
+=======
+            "pipelining has these schedules since version 2.4; Meshwright runs them and counts micro-batches in flight."
+>>>>>>> fix-text
         ),
         mistake="Four stages are expected to be four times as fast. Fill, drain and imbalance take their share first.",
         experiment=BUBBLE,
@@ -72,9 +76,8 @@ CARDS = (
         ),
         notes=(
             "The formula counts idle rank-time over all rank-time, with equal stages, free communication and a flush "
-            "at "
-            "the end of the step. Relative to the useful time the bubble is (P-1)/M, which some papers print. The run "
-            "executes the action order of every rank and counts the ticks in which it has nothing to do."
+            "at the end of the step. Relative to the useful time the bubble is (P-1)/M, which some papers print. The "
+            "run executes the action order of every rank and counts the ticks in which it has nothing to do."
         ),
         mistake="(P-1)/M is taken for the share of the step. It is the share of the useful time, and can exceed 1.",
         experiment=BUBBLE,
@@ -136,14 +139,13 @@ CARDS = (
         answer=(
             "The activations that are alive. GPipe runs all forward passes first, so every stage keeps all M "
             "micro-batches. 1F1B starts a backward pass as soon as it can, so stage i of P keeps at most P - i "
-            "micro-batches, the first stage P and the last one. The gradients are the same. The advantage exists only "
+            "micro-batches: P on the first stage, 1 on the last. The gradients are the same. The advantage exists only "
             "where M is larger than P."
         ),
         notes=(
             "Stage index i from 0: peak in flight min(P - i, M) under 1F1B, M under GPipe on every stage. torch "
             "requires M >= P for 1F1B. The trainer's stages count a micro-batch from its forward pass to the end of "
-            "its "
-            "backward pass; the figures come from real ranks, not from the schedule."
+            "its backward pass; the figures come from real ranks, not from the schedule."
         ),
         mistake="1F1B is praised for a smaller bubble. It reorders the same passes; only memory changes.",
         experiment=RUN,
@@ -180,8 +182,7 @@ CARDS = (
         ),
         notes=(
             "Layers kept on stage 0: min(P, M) L/P = L under 1F1B for M >= P; M L/P under GPipe. The comparison is a "
-            "run "
-            "with gradient accumulation over the same micro-batches. The last stage keeps one micro-batch, so the "
+            "run with gradient accumulation over the same micro-batches. The last stage keeps one micro-batch, so the "
             "average over ranks does fall; the job needs the rank with the peak, and the head adds logits at the end."
         ),
         mistake="Memory is divided by P as a whole. Only what belongs to layers is divided, not what is in flight.",
@@ -220,8 +221,7 @@ CARDS = (
         ),
         notes=(
             "V: stages per rank. Interleaved 1F1B: more messages, more micro-batches in flight. Zero bubble (ZB-H1 "
-            "with "
-            "one stage per rank): backward is split into input gradients, which the previous stage waits for, and "
+            "with one stage per rank): backward is split into input gradients, which the previous stage waits for, and "
             "weight gradients, which nobody waits for; with passes of equal length about (P-1)/(3 M+P-1). The formula "
             "also assumes that the optimizer waits for the flush."
         ),

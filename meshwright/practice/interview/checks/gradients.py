@@ -14,7 +14,7 @@ from meshwright.practice.interview.runner import ProbeFailed
 TOLERANCE = 1e-10
 """of float64, relative to the largest entry of the gradient: sums of a few terms in another order"""
 MAX_REDUCTIONS = 1.5
-"""Reduced bytes per gradient bytes up to which a step counts as synchronised once; a loss may be reduced as well."""
+"""Reduced bytes per gradient bytes up to which a step counts as synchronized once; a loss may be reduced as well."""
 
 
 def two_ranks_run(evidence: RunEvidence) -> Check:
@@ -64,7 +64,7 @@ def gradient_union(evidence: RunEvidence) -> Check:
 def explain_error(ranks: list[dict[str, torch.Tensor]], reference: dict[str, torch.Tensor]) -> str:
     """What the wrong gradient looks like."""
     if largest_difference(ranks[0], ranks[1]) > 0:
-        return "The ranks have different gradients: they are not synchronised before the optimizer step."
+        return "The ranks have different gradients: they are not synchronized before the optimizer step."
     found, wanted = (torch.cat([each[name].flatten() for name in sorted(each)]) for each in (ranks[0], reference))
     ratio = float(found @ wanted / (wanted @ wanted)) if found.shape == wanted.shape and wanted.norm() > 0 else 0.0
     accumulation = BASE_CONFIG["accumulation"]
@@ -90,6 +90,6 @@ def sync_once(evidence: RunEvidence) -> Check:
     message = (
         ""
         if passed
-        else ("Every backward pass synchronises: use no_sync for all but the last, or reduce after accumulation.")
+        else ("Every backward pass synchronizes: use no_sync for all but the last, or reduce after accumulation.")
     )
     return Check("sync_once", passed, "the gradient's bytes reduced once per optimizer step", found, message)

@@ -1,1 +1,1 @@
-"""What runs inside of a rank with the user's code: probes, the recorder, and killed saves."""
+"""What runs inside a rank with the user's code: probes, the recorder, and killed saves."""

@@ -1,4 +1,4 @@
-"""What the checker runs inside of a rank: training as the contract calls it, partitions, restarts, killed saves."""
+"""What the checker runs inside a rank: training as the contract calls it, partitions, restarts, killed saves."""
 
 from __future__ import annotations
 

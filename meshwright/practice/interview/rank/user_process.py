@@ -1,4 +1,4 @@
-"""Loads and calls the user's code inside of a rank's process: limits, captured output, and ends that are named."""
+"""Loads and calls the user's code inside a rank's process: limits, captured output, and ends that are named."""
 
 from __future__ import annotations
 

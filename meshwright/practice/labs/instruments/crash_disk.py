@@ -52,7 +52,7 @@ class Moment:
 
 
 class CrashDisk:
-    """Records the calls inside of `record`. What exists at its beginning is taken as durable."""
+    """Records the calls inside `record`. What exists at its beginning is taken as durable."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder

@@ -24,7 +24,7 @@ class AllocatedBytes:
 
 @contextmanager
 def allocated_bytes(given: Iterable[Tensor], at_most: int = 0) -> Iterator[AllocatedBytes]:
-    """Counts inside of a `with` block; the result is complete after it.
+    """Counts inside a `with` block; the result is complete after it.
 
     A thread of Gloo may release a tensor a little after its message has arrived. If more than `at_most` bytes remain,
     they get SETTLE seconds; and a limit of the peak should leave room for a few messages.

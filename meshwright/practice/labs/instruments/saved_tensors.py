@@ -34,7 +34,7 @@ class SavedTensors:
 
 @contextmanager
 def saved_tensors() -> Iterator[SavedTensors]:
-    """Counts what is saved by the forward pass inside of a `with` block."""
+    """Counts what is saved by the forward pass inside a `with` block."""
     saved = SavedTensors()
     with torch.autograd.graph.saved_tensors_hooks(saved.add, lambda tensor: tensor):
         yield saved

@@ -155,7 +155,7 @@ def explain_attention(found: list[Tensor]) -> str:
             "rank 0 is right, and all others are wrong: are the keys and the values of one chunk always used together?"
         )
     if not right[0] and not differs(found[0], attend(*chunks[0])[0]):
-        return "rank 0 looks ahead inside of its chunk: its own chunk needs the causal mask"
+        return "rank 0 looks ahead inside its chunk: its own chunk needs the causal mask"
     if right[:2] == [True, True] and not right[-1]:
         return "the last ranks miss chunks: after N - 1 transfers every rank has had every chunk"
     return "after s transfers to the right, rank r has the keys and the values of rank (r - s) % N: are both passed on?"

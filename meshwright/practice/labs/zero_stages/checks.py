@@ -274,7 +274,7 @@ def grade_zero3(work: Work) -> None:
         format_bytes(saved),
         "save the shard, not the gathered weight, and gather again in backward",
     )
-    hint = "a gathered weight lives only inside of one forward or backward of its layer"
+    hint = "a gathered weight lives only inside one forward or backward of its layer"
     check_memory(work, "ZeRO-3", records, 13.0, "(six weights are the gradient shards) beside x and the shards", hint)
 
 

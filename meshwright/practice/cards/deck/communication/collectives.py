@@ -293,7 +293,7 @@ CARDS = (
         answer=(
             "Neither. NCCL chooses among rings, trees, and reduction inside the switch, by message size, number of "
             "nodes and hardware. And 2 D (N - 1) / N is only the bandwidth term. A ring also has 2 (N - 1) steps in a "
-            "row, so for small messages its time grows linearly with N: 100 KB at 10 microseconds per step takes 0.15 "
+            "row, so for small messages its time grows linearly with N: 100 KiB at 10 microseconds per step takes 0.14 "
             "ms on 8 ranks and 10 ms on 512. A tree needs about log2 N steps, and that is why it exists."
         ),
         notes=(

@@ -178,7 +178,7 @@ CARDS = (
             "multiplies is the number of all-reduces, where no_sync is missing."
         ),
         notes=(
-            "Psi: gradient bytes; N ranks; M micro-batches. DDP with no_sync sends 2 (N - 1) / N Psi per step for any "
+            "G: gradient bytes; N ranks; M micro-batches. DDP with no_sync sends 2 (N - 1) / N G per step for any "
             "micro-batch and any M; without no_sync it sends M times that. Tensor parallelism sends about 8 messages "
             "of b s d elements per block (b samples, s tokens, d width), so it is linear in b. The small rest of "
             "tensor parallelism that does not grow is the sum of the gradients of norms."
@@ -220,9 +220,9 @@ CARDS = (
             "the fast links."
         ),
         notes=(
-            "Per rank and step, with gradient bytes Psi and N replicas: float32 DDP sends 2 (N - 1) / N Psi; "
+            "Per rank and step, with gradient bytes G and N replicas: float32 DDP sends 2 (N - 1) / N G; "
             "bf16_compress half of it, with another rounding; M micro-batches divide it per token by M. Hybrid "
-            "sharding (HSDP) with S ranks per shard group all-reduces Psi / S between replicas; the gathers and "
+            "sharding (HSDP) with S ranks per shard group all-reduces G / S between replicas; the gathers and "
             "scatters inside the group remain. A larger global batch is a change of the optimization, and needs its "
             "own check."
         ),

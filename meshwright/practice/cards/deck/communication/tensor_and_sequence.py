@@ -204,11 +204,11 @@ CARDS = (
             "shrinks a single layer and wants fast ones."
         ),
         notes=(
-            "N ranks, Psi parameter bytes, b s d activation elements of a micro-batch. FSDP: 3 Psi (N - 1) / N per "
-            "micro-batch, peak parameters Psi / N + a unit. Tensor: about 8 b s d per block and pass in bytes of the "
-            "compute dtype times (N - 1) / N, parameters Psi / N throughout. They combine: tensor parallelism inside a "
-            "node, FSDP over the other ranks. Same samples per step in this run: two per rank with FSDP, four for the "
-            "group of two with tensor parallelism."
+            "N ranks, W bytes of all parameters, b s d activation elements of a micro-batch. FSDP: 3 W (N - 1) / N per "
+            "micro-batch, peak parameters W / N + a unit. Tensor: about 8 b s d elements per block and micro-batch, "
+            "forward and backward together, times (N - 1) / N; parameters W / N throughout. They combine: tensor "
+            "parallelism inside a node, FSDP over the other ranks. Same samples per step in this run: two per rank "
+            "with FSDP, four for the group of two with tensor parallelism."
         ),
         mistake="Both are called model parallelism, and the difference in activations and in batch is lost.",
         experiment=TENSOR_STEP,

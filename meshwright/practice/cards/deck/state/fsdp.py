@@ -81,10 +81,10 @@ CARDS = (
             "nothing at the peak."
         ),
         notes=(
-            "Psi: all parameter bytes; u: bytes of the largest unit; r: bytes of a root unit that stays unsharded; N "
-            "ranks. Peak = Psi / N + u + r without prefetch, and one more unit for each that is prefetched. The same "
+            "W: bytes of all parameters; u: bytes of the largest unit; r: bytes of a root unit that stays unsharded; N "
+            "ranks. Peak = W / N + u + r without prefetch, and one more unit for each that is prefetched. The same "
             "holds for gradients: the unsharded gradients of a unit exist until its reduce-scatter. With more blocks u "
-            "/ Psi falls. Peak and formula agree to the byte in this run."
+            "/ W falls. Peak and formula agree to the byte in this run."
         ),
         mistake="It is often forgotten that embedding and head are units as well, and may be larger than a block.",
         experiment=UNIT_LIFECYCLE,
@@ -167,10 +167,10 @@ CARDS = (
             "once, so freeing it gains nothing."
         ),
         notes=(
-            "Per rank and step, times (N - 1) / N: gather twice and reduce-scatter, 3 Psi; gather once, 2 Psi, as DDP. "
-            "An integer k for reshard_after_forward reshards to groups of k ranks, such as those of a node: the second "
-            "gather then stays on fast links, and the memory between is Psi / k. With M micro-batches the gathers "
-            "repeat M times; to keep weights over a whole step is ZeRO-1 or ZeRO-2."
+            "W: bytes of all parameters. Per rank and step, times (N - 1) / N: gather twice and reduce-scatter, 3 W; "
+            "gather once, 2 W, as DDP. An integer k for reshard_after_forward reshards to groups of k ranks, such as "
+            "those of a node: the second gather then stays on fast links, and the memory between is W / k. With M "
+            "micro-batches the gathers repeat M times; to keep weights over a whole step is ZeRO-1 or ZeRO-2."
         ),
         mistake="A common answer says that FSDP must gather twice. It may; the setting trades bytes for memory.",
         experiment=UNIT_LIFECYCLE,
@@ -183,8 +183,8 @@ CARDS = (
         relations=(
             GATHERED_TWICE,
             Relation("without resharding, once", "all_gathers_per_unit_keep", "==", 1),
-            Relation("resharding sends 3 Psi", "wire", "==", 3.0),
-            Relation("keeping sends 2 Psi", "wire_keep", "==", 2.0),
+            Relation("resharding sends 3 W", "wire", "==", 3.0),
+            Relation("keeping sends 2 W", "wire_keep", "==", 2.0),
             Relation("keeping has the larger peak", "peak_keep", ">", "peak"),
         ),
         sources=(FSDP2_DOCS, FSDP_PAPER, own_run("fsdp-gathers-twice")),

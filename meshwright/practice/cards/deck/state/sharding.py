@@ -30,8 +30,8 @@ def shard_levels(accumulation: int, picture: str) -> Experiment:
 
 
 SAME_LOSS = Relation("the losses of all levels are equal to rounding", "loss_spread", "<=", 1e-10)
-DDP_VOLUME = Relation("DDP sends 2 Psi (N - 1) / N", "wire_none", "==", 2.0)
-ZERO_3_VOLUME = Relation("sharded parameters send 3 Psi (N - 1) / N", "wire_parameters", "==", 3.0)
+DDP_VOLUME = Relation("DDP sends 2 W (N - 1) / N", "wire_none", "==", 2.0)
+ZERO_3_VOLUME = Relation("sharded parameters send 3 W (N - 1) / N", "wire_parameters", "==", 3.0)
 
 CARDS = (
     Card(
@@ -47,12 +47,12 @@ CARDS = (
             "reductions."
         ),
         notes=(
-            "Psi: bytes of the parameters; N ranks; M micro-batches; Adam has two moments, so optimizer state is 2 Psi "
-            "in the dtype of the parameters. Peak memory here: DDP Psi + Psi + 2 Psi. With sharded optimizer state 2 "
-            "Psi / N, and gradients reduced once per step still need Psi while they accumulate. Meshwright builds "
+            "W: bytes of all parameters; N ranks; M micro-batches; Adam has two moments, so optimizer state is 2 W "
+            "in the dtype of the parameters. Peak memory here: DDP W + W + 2 W. With sharded optimizer state 2 "
+            "W / N, and gradients reduced once per step still need W while they accumulate. Meshwright builds "
             "levels 1 and 2 from FSDP2 with parameters that stay unsharded during the step, so the peak of the "
-            "parameters is Psi + Psi / N: the full copy beside the shard that the optimizer updates. Wire bytes with M "
-            "> 1: level 1 as DDP, 2 Psi; level 2 (M + 1) Psi; level 3 3 M Psi, each times (N - 1) / N."
+            "parameters is W + W / N: the full copy beside the shard that the optimizer updates. Wire bytes with M "
+            "> 1: level 1 as DDP, 2 W; level 2 (M + 1) W; level 3 3 M W, each times (N - 1) / N."
         ),
         mistake=(
             "A common answer calls ZeRO another training algorithm. It changes where state lives, and the loss is the "
@@ -97,7 +97,7 @@ CARDS = (
         kind="state placement",
         question="How do you choose between DDP and FSDP for a model?",
         answer=(
-            "First count the state: parameters, gradients and optimizer state, about 16 bytes per parameter in mixed "
+            "First count the state: parameters, gradients and optimizer state, about 18 bytes per parameter in mixed "
             "precision with Adam, plus activations. If that fits with a useful micro-batch, DDP is the choice: fewest "
             "collectives, one all-reduce that hides behind backward, simple checkpoints. If replicated state is what "
             "does not fit, shard it with FSDP, and pay about one and a half times the bytes, gathers on the critical "
@@ -105,9 +105,10 @@ CARDS = (
             "recompute them or split the sequence."
         ),
         notes=(
-            "With N ranks, state of DDP is 16 bytes per parameter on each rank; FSDP keeps 16 / N and the unsharded "
-            "units in use. The experiment runs both on the same ranks and the same samples: peak state falls, "
-            "activations do not change, bytes rise from 2 Psi to 3 Psi times (N - 1) / N. With M micro-batches the "
+            "18 bytes with bf16 weights: 2 weight, 4 gradient, 12 optimizer; 16 with float32 weights: 4, 4 and 8. "
+            "DDP has all of them on each of N ranks; FSDP keeps 1 / N and the unsharded units in use. W: bytes of all "
+            "parameters. The experiment runs both on the same ranks and the same samples: peak state falls, "
+            "activations do not change, bytes rise from 2 W to 3 W times (N - 1) / N. With M micro-batches the "
             "ratio is 3 M to 2. meshwright plan MODEL --cluster CLUSTER compares both for a real model."
         ),
         mistake=(
@@ -134,7 +135,7 @@ CARDS = (
         ),
         relations=(
             Relation("FSDP2 sends 1.5 times the bytes of DDP", "wire", "==", 3.0),
-            Relation("DDP sends 2 Psi", "wire_ddp", "==", 2.0),
+            Relation("DDP sends 2 W", "wire_ddp", "==", 2.0),
             Relation("FSDP2 keeps a shard of the parameters between steps", "resident", "==", 0.25),
             Relation("its peak is below the full model", "peak", "<", "peak_ddp"),
             Relation("activations are the same", "activation", "==", "activation_ddp", 1e-9),
@@ -159,7 +160,7 @@ CARDS = (
         ),
         notes=(
             "An all-reduce is a reduce-scatter followed by an all-gather. DDP gathers gradients; ZeRO gathers "
-            "parameters. Per reduction and rank, with gradient bytes Psi: reduce-scatter (N - 1) / N Psi, all-gather "
+            "parameters. Per reduction and rank, with gradient bytes G: reduce-scatter (N - 1) / N G, all-gather "
             "of parameters the same. On Gloo a reduce-scatter moves the bytes of an all-reduce, so measurements of "
             "sockets on CPU show more than the algorithm needs."
         ),

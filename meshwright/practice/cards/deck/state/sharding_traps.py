@@ -32,8 +32,8 @@ CARDS = (
             "micro-batch."
         ),
         notes=(
-            "Per rank and optimizer step, times (N - 1) / N, with Psi parameter bytes and M micro-batches: DDP with "
-            "no_sync 2 Psi; ZeRO-1 2 Psi; ZeRO-2 (M + 1) Psi; ZeRO-3 3 M Psi, or (2 M + 1) Psi if gradients are "
+            "Per rank and optimizer step, times (N - 1) / N, with W bytes of parameters and M micro-batches: DDP with "
+            "no_sync 2 W; ZeRO-1 2 W; ZeRO-2 (M + 1) W; ZeRO-3 3 M W, or (2 M + 1) W if gradients are "
             "reduced in the last micro-batch only. At M = 16 ZeRO-3 sends 24 times the bytes of DDP, not 1.5 times. "
             "Change the knob to see M = 2 and M = 4."
         ),
@@ -81,9 +81,9 @@ CARDS = (
         ),
         notes=(
             "min_num_params of torch.distributed.fsdp.wrap.size_based_auto_wrap_policy is 1e8 (read from the signature "
-            "in this run). Peak of parameters with one unit: Psi + Psi / N; by block: Psi / N + u, with u the largest "
-            "unit. The same notebook passes device_ids=[local_rank] to DDP, which raises ValueError for a module on "
-            "CPU; leave device_ids out there."
+            "in this run). Peak of parameters with one unit: W + W / N; by block: W / N + u, with W the bytes of all "
+            "parameters and u those of the largest unit. The same notebook passes device_ids=[local_rank] to DDP, "
+            "which raises ValueError for a module on CPU; leave device_ids out there."
         ),
         mistake="The name FSDP is taken for a guarantee. The memory follows from the units, so count them.",
         experiment=Experiment(
@@ -124,11 +124,12 @@ CARDS = (
         kind="state placement",
         question="A slide says: a 7B model needs 14 GB with DDP and 2.2 GB with FSDP on 8 GPUs. What is missing?",
         answer=(
-            "Everything but bfloat16 weights. Training with Adam in mixed precision has about 16 bytes of state per "
-            "parameter: weights or master weights, gradients and two moments. That is 108 GB per rank with DDP, and "
-            "about 14.6 GB with FSDP on 8 ranks, still without activations. So the DDP run does not fit an 80 GB "
-            "device at all, and the FSDP run is far from 2.2 GB. Prefetch, float32 shards, unsharded gradients of a "
-            "unit, and large embedding units belong to the count."
+            "Everything but bfloat16 weights. Training with Adam in mixed precision has 18 bytes of state per "
+            "parameter with bfloat16 weights (2 weight, 4 gradient, 12 optimizer), and 16 with float32 weights (4, 4 "
+            "and 8). With float32 weights that is 108 GB per rank with DDP, and about 14.6 GB with FSDP on 8 ranks, "
+            "still without activations. So the DDP run does not fit an 80 GB device at all, and the FSDP run is far "
+            "from 2.2 GB. Prefetch, float32 shards, unsharded gradients of a unit, and large embedding units belong to "
+            "the count."
         ),
         notes=(
             "Here 6.74 billion parameters: DDP 4 + 4 + 8 bytes each, 107.8 GB. Sharded by 8: weights 3.4 GB and one "
@@ -175,9 +176,9 @@ CARDS = (
         ),
         notes=(
             "fully_shard(module, reshard_after_forward=True | False | int); the default of None means True for all "
-            "modules but the root. Per rank and step, times (N - 1) / N: True 3 Psi, False 2 Psi. Memory between "
-            "forward and backward: Psi / N, or Psi. A pipeline schedule with many micro-batches often keeps weights, "
-            "since each micro-batch would gather again."
+            "modules but the root. W: bytes of all parameters. Per rank and step, times (N - 1) / N: True 3 W, False 2 "
+            "W. Memory between forward and backward: W / N, or W. A pipeline schedule with many micro-batches often "
+            "keeps weights, since each micro-batch would gather again."
         ),
         mistake="A default is presented as a law of the method.",
         experiment=UNIT_LIFECYCLE,

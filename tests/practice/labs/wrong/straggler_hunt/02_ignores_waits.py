@@ -1,4 +1,4 @@
-"""Compares phases with the waits inside of them. Expected check: waits inside collectives."""
+"""Compares phases with the waits inside them. Expected check: waits inside collectives."""
 
 from collections import defaultdict
 from statistics import median
