@@ -154,19 +154,12 @@ CARDS = (
             "under 1F1B the first stage keeps as many layers times micro-batches as before, and GPipe keeps more."
         ),
         notes=(
-<<<<<<< HEAD
-            "Predicted for the rank that keeps most, relative to DDP: full checkpointing 0.11, tensor 2 0.55, "
-            "context 2 "
-            "0.53, pipeline 2 with 1F1B 1.2, with GPipe 19 at 32 micro-batches. A pipeline lowers the state instead. "
-            "The choice follows the price: time, exposed collectives, or complexity."
-=======
             "Predicted for the rank that keeps most, relative to DDP: full checkpointing 0.11, tensor 2 0.55, context "
             "2 0.53, pipeline 2 with 1F1B 1.22, with GPipe 19 at 32 micro-batches. Two equal stages would give 2 / 2 = "
             "1 and 32 / 2 = 16. But stages are balanced by work and the head counts, so the first stage has 10 of 16 "
             "blocks: 2 x 10/16 = 1.25 and 32 x 10/16 = 20, relative to a peak of DDP that also has the temporaries of "
             "a backward pass. A pipeline lowers the state instead. The choice follows the price: time, exposed "
             "collectives, or complexity."
->>>>>>> fix-text
         ),
         mistake="'Split the model' is answered without asking what is split: layers, width, sequence or samples.",
         experiment=REMEDIES,

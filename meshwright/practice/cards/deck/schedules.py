@@ -42,11 +42,7 @@ CARDS = (
             "P ranks, M micro-batches, stages of equal cost: all ranks together idle (P-1)/(M+P-1) of the time, so the "
             "speedup is P M/(M+P-1). State falls to about 1/P per rank; the first and the last stage also have the "
             "embedding and the head. Activations of the first stage do not fall under 1F1B. torch.distributed."
-<<<<<<< HEAD
             "pipelining has these schedules; Meshwright runs them and counts micro-batches in flight."
-=======
-            "pipelining has these schedules since version 2.4; Meshwright runs them and counts micro-batches in flight."
->>>>>>> fix-text
         ),
         mistake="Four stages are expected to be four times as fast. Fill, drain and imbalance take their share first.",
         experiment=BUBBLE,
