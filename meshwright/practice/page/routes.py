@@ -82,14 +82,16 @@ class PracticePage:
 
     def queue(self, _request: Request) -> Response:
         states, now = self.states()
-        return json_response(encode(describe_queue(review_queue(self.cards, states, now), states, now)))
+        queue = describe_queue(review_queue(self.cards, states, now), states, now)
+        return json_response(encode(queue | {"messages": self.messages()}))
 
     def deck(self, _request: Request) -> Response:
         states, now = self.states()
         return json_response(encode(describe_deck(self.cards, states, now)))
 
     def progress(self, _request: Request) -> Response:
-        return json_response(encode(describe_progress(self.load())))
+        sections = describe_progress(self.load())
+        return json_response(encode({"sections": sections, "messages": self.messages()}))
 
     def handbook(self, _request: Request) -> Response:
         chapters = [{"name": chapter.name, "title": chapter.title} for chapter in self.chapters.values()]
@@ -143,6 +145,10 @@ class PracticePage:
 
     def states(self) -> tuple[dict[str, CardState], datetime]:
         return read_states(self.cards, self.load()), self.clock()
+
+    def messages(self) -> list[str]:
+        """What happened to the progress file since the page was started, for the user to read."""
+        return [printable(message) for message in tuple(self.jobs.messages)]
 
     def load(self) -> PracticeProgress:
         return load_progress(self.path, self.jobs.messages.append)
