@@ -48,8 +48,8 @@ def read_chapter(path: Path) -> str:
 
 
 def render_chapter(chapter: Chapter, chapters: dict[str, Chapter]) -> str:
-    """The HTML of a chapter. Scripts, and comments, which mark figures that the build writes, are left out; a calculator
-    becomes a sentence; links to other chapters lead to this page, and links into the repository are text.
+    """The HTML of a chapter. Scripts are left out, and so are comments, which mark figures that the build writes; a
+    calculator becomes a sentence; links to other chapters lead to this page, and links into the repository are text.
     """
     text = re.sub(r"<!--.*?-->|<script\b.*?</script>", "", read_chapter(chapter.path), flags=re.DOTALL)
     text = re.sub(r'<div class="calculator".*?</div>', CALCULATOR, text, flags=re.DOTALL)

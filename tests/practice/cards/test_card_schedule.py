@@ -150,7 +150,10 @@ def test_saving_keeps_what_other_processes_saved_since_it_was_loaded(tmp_path):
     assert set(merged.cards) == {"card-00"}
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"format": 0}', '{"format": "9"}', '{"format": true, "cards": 1}', '{"format": 1, "cards": []}'])
+@pytest.mark.parametrize(
+    "content",
+    ["{", "[]", '{"format": 0}', '{"format": "9"}', '{"format": true, "cards": 1}', '{"format": 1, "cards": []}'],
+)
 def test_a_damaged_file_is_set_aside_and_never_lost(tmp_path, content):
     path, reports = tmp_path / "practice.json", []
     path.write_text(content)
