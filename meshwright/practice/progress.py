@@ -40,15 +40,30 @@ def progress_file() -> Path:
 
 
 def load_progress(path: Path, report: Callable[[str], None]) -> PracticeProgress:
-    """Reads the progress; none yet is an empty one. A damaged file is renamed, and `report` says so."""
+    """Reads the progress; none yet is an empty one. A damaged file is renamed, and `report` says so.
+
+    A file of a newer version is not damaged: it raises ConfigError and stays as it is.
+    """
     if not path.exists():
         return PracticeProgress()
     try:
-        return parse_progress(read_json(path, "the progress of meshwright practice", follow=True), path)
+        value = read_json(path, "the progress of meshwright practice", follow=True)
+        if not is_newer(value):
+            return parse_progress(value, path)
     except ConfigError as error:
         aside = set_aside(path)
         report(f"{path} is damaged ({error}); it is kept as {aside.name}, and progress starts anew")
         return PracticeProgress()
+    raise ConfigError(
+        f"{path} was written by a newer version of Meshwright: its format is {value['format']}, expected {FORMAT}",
+        "try pip install --upgrade meshwright, or MESHWRIGHT_HOME with another folder",
+    )
+
+
+def is_newer(value: Any) -> bool:
+    """Whether the content of a progress file states a format that this version does not know yet."""
+    found = value.get("format") if isinstance(value, dict) else None
+    return isinstance(found, int) and not isinstance(found, bool) and found > FORMAT
 
 
 def parse_progress(value: Any, path: Path) -> PracticeProgress:

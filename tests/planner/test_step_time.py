@@ -83,6 +83,7 @@ def test_measured_bandwidth_curve_replaces_latency_and_bandwidth() -> None:
 
 LAYOUTS = {
     "DDP": ("--layout.replicate=8",),
+    "DDP with a communication hook": ("--layout.replicate=8", "--ddp.comm_hook=bf16_compress"),
     "shard parameters": ("--layout.replicate=8", "--layout.shard=parameters"),
     "shard optimizer": ("--layout.replicate=8", "--layout.shard=optimizer"),
     "shard gradients": ("--layout.replicate=8", "--layout.shard=gradients"),

@@ -258,6 +258,8 @@ def add_overlapped(
 
 def reduce_bytes(job: PlannedJob) -> float:
     """Bytes per element of a gradient reduction. Trainers that reduce fp16 gradients in fp16 reduce bf16 in float32."""
+    if job.trainer.compresses_gradients:
+        return 2.0
     return 4.0 if job.trainer.reduce_bytes == 2 and job.precision == "bf16" else job.trainer.reduce_bytes
 
 

@@ -9,7 +9,7 @@ from meshwright.config import RunConfig
 from meshwright.planner.workload.trainer_profile import TrainerProfile
 from meshwright.planner.workload.trainer_profiles import FUSED_LOSS, MESHWRIGHT, MESHWRIGHT_COMPILED
 from meshwright.topology.layout import Layout
-from meshwright.topology.parameter_shards import uses_fsdp
+from meshwright.topology.parameter_shards import uses_ddp, uses_fsdp
 
 
 def own_trainer(config: RunConfig, layout: Layout, micro_steps: int) -> TrainerProfile:
@@ -25,6 +25,8 @@ def own_trainer(config: RunConfig, layout: Layout, micro_steps: int) -> TrainerP
             fields |= {"residual_traffic_bytes": 8}
     if config.precision.float8:
         fields |= {"saves_quantized_inputs": True}
+    if config.ddp.comm_hook == "bf16_compress" and uses_ddp(layout):
+        fields |= {"compresses_gradients": True}
     if config.kernels.loss == "fused" and not config.rl.enabled:
         fields |= FUSED_LOSS
     return replace(MESHWRIGHT_COMPILED if config.compile.enabled else MESHWRIGHT, **fields)

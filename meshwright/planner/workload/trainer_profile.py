@@ -43,6 +43,8 @@ class TrainerProfile:
     """matmuls that run in 8 bits save their inputs for backward in 8 bits"""
     all_reduces_gradients: bool = False
     """gradients of a sharded optimizer are all-reduced, not reduce-scattered"""
+    compresses_gradients: bool = False
+    """DDP all-reduces gradients in bfloat16, whatever their dtype is (torch's bf16_compress_hook)"""
     single_adapter_gathers: bool = False
     """parameters that are gathered unit by unit go through one network adapter per node"""
     scatters_stage_outputs: bool = False

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from importlib import import_module
-from pkgutil import iter_modules
 
-from meshwright.practice.cards import deck
+from meshwright.practice.cards.registry import all_cards
 
 
 @dataclass(frozen=True)
@@ -232,11 +230,8 @@ def questions_for(failed: Iterable[str]) -> list[tuple[str, FollowUp]]:
 
 def cards_about(items: Iterable[int]) -> list[str]:
     """The ids of the cards that make these handbook items real."""
-    wanted, found = set(items), []
-    for module in iter_modules(deck.__path__):
-        cards = getattr(import_module(f"{deck.__name__}.{module.name}"), "CARDS", ())
-        found += [card.id for card in cards if wanted & set(card.items)]
-    return found
+    wanted = set(items)
+    return [card.id for card in all_cards().values() if wanted & set(card.items)]
 
 
 def where_to_learn(question: FollowUp) -> str:

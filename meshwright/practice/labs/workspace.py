@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +12,7 @@ from meshwright.io import atomic_write
 from meshwright.practice.labs.grader import Grading
 from meshwright.practice.labs.lab import Lab
 from meshwright.practice.labs.registry import all_labs
-from meshwright.practice.progress import PracticeProgress, load_progress, progress_file, save_progress
+from meshwright.practice.progress import PracticeProgress, load_progress, progress_file, update_progress
 
 FOLDER = Path("practice")
 
@@ -89,29 +89,31 @@ class Workspace:
 
     def add_attempt(self, grading: Grading) -> LabRecord:
         """Adds one graded attempt to the progress."""
-        before = self.lab_record(grading.lab)
-        record = LabRecord(
-            passed=before.passed or grading.passed,
-            attempts=before.attempts + 1,
-            checks_passed=sum(check.passed for check in grading.checks),
-            checks=len(grading.lab.all_checks),
-            hints=before.hints,
+        return self._update(
+            grading.lab,
+            lambda before: LabRecord(
+                passed=before.passed or grading.passed,
+                attempts=before.attempts + 1,
+                checks_passed=sum(check.passed for check in grading.checks),
+                checks=len(grading.lab.all_checks),
+                hints=before.hints,
+            ),
         )
-        self._save(grading.lab, record)
-        return record
 
     def next_hint(self, lab: Lab) -> tuple[int, str]:
         """The number of the next hint and its text. After the last one, the last one again."""
-        record = self.lab_record(lab)
-        number = min(record.hints + 1, len(lab.hints))
-        self._save(lab, LabRecord(**asdict(record) | {"hints": number}))
-        return number, lab.hints[number - 1]
+        record = self._update(lab, lambda before: replace(before, hints=min(before.hints + 1, len(lab.hints))))
+        return record.hints, lab.hints[record.hints - 1]
 
-    def _save(self, lab: Lab, record: LabRecord) -> None:
-        progress = self.progress()
-        progress.labs[lab.id] = asdict(record)
+    def _update(self, lab: Lab, change: Callable[[LabRecord], LabRecord]) -> LabRecord:
+        """Changes the record of a lab while no other process writes the progress file."""
+
+        def apply(progress: PracticeProgress) -> None:
+            progress.labs[lab.id] = asdict(change(LabRecord.parse(progress.labs.get(lab.id))))
+
         try:
-            save_progress(progress, progress_file())
+            progress = update_progress(progress_file(), apply, self._report)
+            return LabRecord.parse(progress.labs[lab.id])
         except OSError as error:
             hint = "try MESHWRIGHT_HOME with a folder that is writable"
             raise ConfigError(f"{progress_file()} cannot be written: {error.strerror}", hint) from None

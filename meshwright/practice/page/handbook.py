@@ -13,6 +13,7 @@ from meshwright.errors import ConfigError
 from meshwright.io import read_regular_file
 
 MAX_CHAPTER_BYTES = 1 << 20
+CALCULATOR = "*The calculator is part of the documentation site.*"
 
 
 @dataclass(frozen=True)
@@ -47,11 +48,12 @@ def read_chapter(path: Path) -> str:
 
 
 def render_chapter(chapter: Chapter, chapters: dict[str, Chapter]) -> str:
-    """The HTML of a chapter. Comments, which mark figures that the build writes, are left out; links to other chapters
-    lead to this page, and links into the repository are text.
+    """The HTML of a chapter. Scripts are left out, and so are comments, which mark figures that the build writes; a
+    calculator becomes a sentence; links to other chapters lead to this page, and links into the repository are text.
     """
-    text = re.sub(r"<!--.*?-->", "", read_chapter(chapter.path), flags=re.DOTALL)
-    html: str = markdown().render(text)
+    text = re.sub(r"<!--.*?-->|<script\b.*?</script>", "", read_chapter(chapter.path), flags=re.DOTALL)
+    text = re.sub(r'<div class="calculator".*?</div>', CALCULATOR, text, flags=re.DOTALL)
+    html: str = markdown().render(text).replace("&lt;br&gt;", "<br>")
 
     def link(match: re.Match[str]) -> str:
         target = match[1]

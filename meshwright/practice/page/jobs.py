@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from itertools import count
@@ -21,6 +21,8 @@ MAX_WAITING = 4
 """Experiments that wait for their turn; more are refused."""
 MAX_KEPT = 32
 """Results that are kept for a page that asks again."""
+MAX_MESSAGES = 16
+"""Messages about the progress file that are kept; the oldest are dropped."""
 
 
 class QueueFull(Exception):
@@ -65,7 +67,7 @@ class ExperimentJobs:
         self._numbers = count(1)
         self._lock = threading.Lock()
         self._thread = threading.Thread(target=self._work, name="meshwright-experiments", daemon=True)
-        self.messages: list[str] = []
+        self.messages: deque[str] = deque(maxlen=MAX_MESSAGES)
         """what happened to the progress file, for the page"""
 
     def start(self) -> None:

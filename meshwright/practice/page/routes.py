@@ -42,6 +42,7 @@ from meshwright.practice.page.handbook import find_chapters, handbook_folder, re
 from meshwright.practice.page.jobs import ExperimentJob, ExperimentJobs, QueueFull
 from meshwright.practice.progress import PracticeProgress, load_progress, progress_file
 
+LOOPBACK = "127.0.0.1"
 PREFERRED_PORT = 8341
 NEWS_SECONDS = 0.1
 """How often a stream looks for news of its experiment."""
@@ -81,14 +82,16 @@ class PracticePage:
 
     def queue(self, _request: Request) -> Response:
         states, now = self.states()
-        return json_response(encode(describe_queue(review_queue(self.cards, states, now), states, now)))
+        queue = describe_queue(review_queue(self.cards, states, now), states, now)
+        return json_response(encode(queue | {"messages": self.messages()}))
 
     def deck(self, _request: Request) -> Response:
         states, now = self.states()
         return json_response(encode(describe_deck(self.cards, states, now)))
 
     def progress(self, _request: Request) -> Response:
-        return json_response(encode(describe_progress(self.load())))
+        sections = describe_progress(self.load())
+        return json_response(encode({"sections": sections, "messages": self.messages()}))
 
     def handbook(self, _request: Request) -> Response:
         chapters = [{"name": chapter.name, "title": chapter.title} for chapter in self.chapters.values()]
@@ -143,6 +146,10 @@ class PracticePage:
     def states(self) -> tuple[dict[str, CardState], datetime]:
         return read_states(self.cards, self.load()), self.clock()
 
+    def messages(self) -> list[str]:
+        """What happened to the progress file since the page was started, for the user to read."""
+        return [printable(message) for message in tuple(self.jobs.messages)]
+
     def load(self) -> PracticeProgress:
         return load_progress(self.path, self.jobs.messages.append)
 
@@ -191,18 +198,19 @@ def show_mistake(_request: Request, error: Exception) -> Response:
 
 
 def serve_page(
-    host: str = "127.0.0.1",
     port: int | None = None,
     *,
     cards: Mapping[str, Card] | None = None,
     runner: ExperimentRunner | None = None,
     clock: Clock = local_clock,
 ) -> tuple[HttpServer, Callable[[], None]]:
-    """Starts the page and returns its server, and the function that ends both it and the experiments."""
+    """Starts the page and returns its server, and the function that ends both it and the experiments. Only browsers of
+    this machine reach it: a page that starts processes has no other address.
+    """
     token = secrets.token_urlsafe(32)
     jobs = ExperimentJobs(runner or ExperimentRunner(), progress_file(), clock)
     page = PracticePage(all_cards() if cards is None else cards, jobs, progress_file(), clock, token)
-    server = HttpServer(page.app(), host, port, PREFERRED_PORT, token)
+    server = HttpServer(page.app(), LOOPBACK, port, PREFERRED_PORT, token)
     jobs.start()
     server.start()
 

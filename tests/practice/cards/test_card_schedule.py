@@ -150,7 +150,10 @@ def test_saving_keeps_what_other_processes_saved_since_it_was_loaded(tmp_path):
     assert set(merged.cards) == {"card-00"}
 
 
-@pytest.mark.parametrize("content", ["{", "[]", '{"format": 9}', '{"format": 1, "cards": []}'])
+@pytest.mark.parametrize(
+    "content",
+    ["{", "[]", '{"format": 0}', '{"format": "9"}', '{"format": true, "cards": 1}', '{"format": 1, "cards": []}'],
+)
 def test_a_damaged_file_is_set_aside_and_never_lost(tmp_path, content):
     path, reports = tmp_path / "practice.json", []
     path.write_text(content)
@@ -158,6 +161,21 @@ def test_a_damaged_file_is_set_aside_and_never_lost(tmp_path, content):
     assert "practice.json.damaged-1" in reports[0]
     assert path.with_name("practice.json.damaged-1").read_text() == content
     assert set(load_progress(path, pytest.fail).cards) == {"card-00"}
+
+
+def test_a_file_of_a_newer_version_is_neither_renamed_nor_overwritten(tmp_path):
+    path = tmp_path / "practice.json"
+    content = '{"format": 2, "cards": {"card-00": {"stability": 3}}}'
+    path.write_text(content)
+    for use in (
+        lambda: load_progress(path, pytest.fail),
+        lambda: save_progress(PracticeProgress(labs={"ring": {}}), path),
+        lambda: update_progress(path, lambda progress: None, pytest.fail),
+    ):
+        with pytest.raises(ConfigError, match="was written by a newer version of Meshwright"):
+            use()
+    assert path.read_text() == content
+    assert not [*tmp_path.glob("*.damaged-*")]
 
 
 def test_a_missing_package_names_the_extra(monkeypatch):

@@ -122,7 +122,7 @@ def test_deck_progress_and_handbook_on_a_phone(visit):
     page = visit("#/deck", viewport=SIZES["phone"])
     expect(page, "h2", "communication")
     assert fits(page, "phone-deck")
-    page.get_by_role("link", name="PracticeProgress").click()
+    page.get_by_role("link", name="Progress").click()
     expect(page, ".labs", "3 of 8")
     expect(page, ".labs", "<b>ring</b>")
     expect(page, "main", "meshwright practice incident")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import json
+import re
 import signal
 import subprocess
 import sys
@@ -16,8 +18,8 @@ from fake_cards import CHOSEN, PICTURED, PREDICTED, SLOW, WRONG
 from meshwright.cli.main import dispatch
 from meshwright.errors import ConfigError
 from meshwright.practice.cards.schedule import local_clock
-from meshwright.practice.page.handbook import Chapter, find_chapters, render_chapter
-from meshwright.practice.page.jobs import MAX_WAITING
+from meshwright.practice.page.handbook import Chapter, find_chapters, handbook_folder, render_chapter
+from meshwright.practice.page.jobs import MAX_MESSAGES, MAX_WAITING
 from meshwright.practice.page.routes import serve_page
 from meshwright.practice.progress import PracticeProgress, load_progress, progress_file, save_progress
 
@@ -195,11 +197,49 @@ def test_progress_shows_what_is_there_and_survives_odd_entries(client):
         PracticeProgress(labs=labs, incidents={"0001": {"state": "answered"}}, interviews={"one": gates}),
         progress_file(),
     )
-    found = client.get("/api/progress").json()
+    found = client.get("/api/progress").json()["sections"]
     assert found["labs"]["entries"][0] == {"name": "ring", "fields": labs["ring"]}
     assert [section["done"] for section in found.values()] == [1, 1, 0]
     assert found["interviews"]["entries"][0]["fields"]["gates"] == "1 of 2"
     assert len(found["labs"]["entries"][2]["name"]) == 120
+
+
+def test_a_damaged_progress_file_is_reported_on_the_page(client):
+    assert client.get("/api/progress").json()["messages"] == []
+    progress_file().parent.mkdir(parents=True, exist_ok=True)
+    for number in range(1, MAX_MESSAGES + 3):
+        progress_file().write_text("{")
+        messages = client.get("/api/queue").json()["messages"]
+        assert f"practice.json.damaged-{number}" in messages[-1]
+    assert len(messages) == MAX_MESSAGES
+    assert client.get("/api/progress").json()["messages"] == messages
+    script = client.get("/static/practice.js").text
+    assert script.count("notices(queue.messages)") == script.count("notices(messages)") == 1
+
+
+def test_a_progress_file_of_a_newer_version_is_named_and_kept(client):
+    progress_file().parent.mkdir(parents=True, exist_ok=True)
+    progress_file().write_text('{"format": 2}')
+    answer = client.get("/api/queue")
+    assert (answer.status_code, progress_file().read_text()) == (400, '{"format": 2}')
+    assert "newer version of Meshwright" in answer.text
+
+
+def test_the_page_is_served_on_loopback_alone(client):
+    assert client.base_url.host == "127.0.0.1"
+    assert "host" not in inspect.signature(serve_page).parameters
+
+
+def test_no_chapter_of_the_handbook_shows_raw_html():
+    chapters = find_chapters(handbook_folder())
+    assert "formulas" in chapters
+    for chapter in chapters.values():
+        html = render_chapter(chapter, chapters)
+        assert "&lt;" not in html, chapter.name
+        assert "needs JavaScript" not in html
+        assert not re.search("<(?:script|div|iframe|img)", html)
+    assert "documentation site" in render_chapter(chapters["formulas"], chapters)
+    assert "<br>" in render_chapter(chapters["coverage"], chapters)
 
 
 def test_chapters_are_rendered_without_raw_html_and_link_to_each_other(tmp_path):
@@ -207,7 +247,7 @@ def test_chapters_are_rendered_without_raw_html_and_link_to_each_other(tmp_path)
         "# The map\n\nSee [sharding](sharding.md#x) and [code](../../meshwright/io.py).\n"
     )
     (tmp_path / "sharding.md").write_text(
-        "# Sharding\n\n<script>alert(1)</script> <!-- call: f() -->12<!-- end -->\n\n"
+        "# Sharding\n\n<script>alert(1)</script> <img onerror=alert(2)> <!-- call: f() -->12<!-- end -->\n\n"
         "| a |\n|---|\n| 1 |\n\n[x](javascript:alert(1))"
     )
     chapters = find_chapters(tmp_path)
@@ -217,7 +257,8 @@ def test_chapters_are_rendered_without_raw_html_and_link_to_each_other(tmp_path)
     assert '<a class="inert">code' in first
     second = render_chapter(chapters["sharding"], chapters)
     assert "<script" not in second
-    assert "&lt;script&gt;" in second
+    assert "alert(1)" not in second.replace("javascript:alert(1)", "")
+    assert "&lt;img onerror=alert(2)&gt;" in second
     assert "call:" not in second
     assert "<table>" in second
     assert "javascript:" not in second.replace("[x](javascript:alert(1))", "")

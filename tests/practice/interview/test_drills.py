@@ -9,13 +9,16 @@ import pytest
 from drill_answers import BUZZWORDS, CASES, CHECKPOINTING
 
 from meshwright.errors import ConfigError
+from meshwright.practice.cards.deck import communication
+from meshwright.practice.cards.registry import all_cards, collect_cards
 from meshwright.practice.interview.drills.answer import parse_answer
 from meshwright.practice.interview.drills.case_figures import draw_case, judge_case
 from meshwright.practice.interview.drills.drill_grading import grade_answer, scores
 from meshwright.practice.interview.drills.drill_text import drill_json, drill_text
 from meshwright.practice.interview.drills.quantities import quantities
-from meshwright.practice.interview.drills.scenarios import PARTS, SCENARIOS, find_scenario
-from meshwright.practice.interview.drills.vocabulary import asserted
+from meshwright.practice.interview.drills.scenarios import CHEAPER_SHARDING, PARTS, SCENARIOS, find_scenario
+from meshwright.practice.interview.drills.vocabulary import STRATEGIES, asserted, asserted_names
+from meshwright.practice.interview.follow_ups import cards_about
 
 
 def all_cases():
@@ -89,6 +92,54 @@ def test_seed_draws_the_same_case_and_others_draw_others():
 )
 def test_denied_words_do_not_count(text, is_asserted):
     assert asserted(r"\bFSDP\b", text) is is_asserted
+
+
+@pytest.mark.parametrize(
+    ("text", "is_wrong"),
+    [
+        ("FSDP needs less memory at the price of more bytes.", False),
+        ("FSDP uses less memory and moves more bytes.", False),
+        ("ZeRO-2 sends fewer bytes than FSDP.", False),
+        ("Compared to FSDP, DDP sends fewer bytes.", False),
+        ("Sharding halves memory, and half of the bytes that it adds are hidden.", False),
+        ("FSDP moves less bytes than DDP.", True),
+        ("FSDP, compared with DDP, sends fewer bytes.", True),
+        ("ZeRO moves only half of the bytes that DDP communicates.", True),
+        ("Sharding the state causes less network traffic.", True),
+    ],
+)
+def test_only_wrong_statements_about_the_bytes_of_sharding_are_marked(text, is_wrong):
+    assert asserted(CHEAPER_SHARDING[0], text) is is_wrong
+
+
+@pytest.mark.parametrize(
+    ("text", "strategies"),
+    [
+        ("Tensor parallelism with sequence parallelism.", ["tensor"]),
+        ("Context parallelism as ring attention.", ["context"]),
+        ("Reduce in bf16.", ["bf16_reduction"]),
+        ("A bfloat16 all-reduce of the gradients.", ["bf16_reduction"]),
+        ("The hook bf16_compress_hook.", ["bf16_reduction"]),
+        ("Parameters in bf16 and gradients in float32.", []),
+    ],
+)
+def test_strategies_are_read_from_the_words_of_the_field(text, strategies):
+    assert asserted_names(STRATEGIES, text) == strategies
+
+
+def test_planner_does_not_compare_steps_of_different_batches():
+    scenario = SCENARIOS["all_reduce_dominates"]
+    case = judge_case(scenario, scenario.cases[1])
+    assert case.best.remedy.batch
+    assert sum(each.helps for each in case.remedies) > 1
+    assert not [sentence for sentence in case.explanation().tradeoff if sentence.startswith("Rejected")]
+
+
+def test_suggested_cards_are_those_of_the_registry():
+    item = next(card for card in all_cards().values() if card.items).items[0]
+    assert cards_about([item]) == [card.id for card in all_cards().values() if item in card.items]
+    nested = next(card for card in collect_cards(communication).values() if card.items)
+    assert nested.id in cards_about(nested.items)
 
 
 def test_numbers_need_units():

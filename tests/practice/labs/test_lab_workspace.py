@@ -58,6 +58,22 @@ def test_progress_counts_attempts_and_a_pass_stays(workspace):
     assert stored == {"passed": True, "attempts": 3, "checks_passed": 0, "checks": len(RING.all_checks), "hints": 0}
 
 
+def test_attempts_and_hints_of_several_processes_are_all_counted(workspace):
+    code = (
+        "from pathlib import Path\n"
+        "from meshwright.practice.labs.registry import load_lab\n"
+        "from meshwright.practice.labs.grader import Grading\n"
+        "from meshwright.practice.labs.workspace import Workspace\n"
+        "lab, workspace = load_lab('ring_all_reduce'), Workspace(Path('practice'), print)\n"
+        "for _ in range(20): workspace.add_attempt(Grading(lab, ()))\n"
+        "workspace.next_hint(lab)"
+    )
+    processes = [subprocess.Popen([sys.executable, "-c", code]) for _ in range(2)]
+    assert [process.wait(120) for process in processes] == [0, 0]
+    record = workspace.lab_record(RING)
+    assert (record.attempts, record.hints) == (40, 2)
+
+
 def test_hints_are_revealed_one_at_a_time(workspace):
     shown = [workspace.next_hint(RING) for _ in range(len(RING.hints) + 1)]
     assert [text for _, text in shown] == [*RING.hints, RING.hints[-1]]

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from meshwright.io import format_bytes, format_count
 from meshwright.planner.cost.estimate import Estimate
+from meshwright.planner.cost.step_time import estimate_step, reduce_bytes
 from meshwright.planner.describe import (
     describe_plan,
     lost_seconds,
@@ -15,6 +16,7 @@ from meshwright.planner.describe import (
     wire_bytes_per_step,
 )
 from meshwright.planner.hardware.resolve_cluster import resolve_cluster
+from meshwright.planner.search.candidate import Candidate, candidate_job
 from meshwright.planner.search.cost_cache import CostCache
 from meshwright.planner.search.explain import Explanation, explain
 from meshwright.planner.search.ladder import Bottleneck, find_bottleneck
@@ -57,13 +59,20 @@ class DrillCase:
             f"{job.cluster.inter_node.bandwidth / 1e9:.3g} GB/s per device between nodes",
             f"  now: {describe_plan(job)}",
             f"  bytes per parameter: {trainer.parameter_bytes:g} of parameters, {trainer.gradient_bytes:g} of "
-            "gradients, which are reduced in that size; AdamW with float32 master weights",
+            f"gradients, which are reduced with {reduce_bytes(job):g}; AdamW with float32 master weights",
         ]
         return "\n".join(lines)
 
     def explanation(self) -> Explanation:
-        """The planner's own answer in five parts."""
-        others = [each.estimate for each in self.remedies if each.helps and each is not self.best]
+        """The planner's own answer in five parts. It compares the best remedy with others of the same batch, because
+        steps of different batches are not comparable, and whose plans differ, because it names them by their plans.
+        """
+        best = self.best.remedy
+        others = [
+            each.estimate
+            for each in self.remedies
+            if each.helps and each is not self.best and each.remedy.batch == best.batch and not each.remedy.compress
+        ]
         return explain(self.best.estimate, others, (self.now, self.bottleneck))
 
 
@@ -80,7 +89,8 @@ def judge_case(scenario: DrillScenario, case: ScenarioCase) -> DrillCase:
     def estimate(batch: int, remedy: Remedy | None) -> Estimate:
         if batch not in caches:
             caches[batch] = CostCache(build_workload(case.model, (), batch, case.sequence), cluster)
-        return caches[batch].estimate(case.now if remedy is None else remedy.candidate)
+        cache, candidate = caches[batch], case.now if remedy is None else remedy.candidate
+        return estimate_compressed(cache, candidate) if remedy and remedy.compress else cache.estimate(candidate)
 
     now = estimate(case.batch, None)
     judged = []
@@ -93,6 +103,13 @@ def judge_case(scenario: DrillScenario, case: ScenarioCase) -> DrillCase:
         key=lambda each: (each.estimate.seconds / each.estimate.job.tokens_per_step, len(each.remedy.strategies)),
     )
     return DrillCase(scenario, case, now, find_bottleneck(now), tuple(judged), best)
+
+
+def estimate_compressed(cache: CostCache, candidate: Candidate) -> Estimate:
+    """The estimate of a candidate whose DDP has the communication hook bf16_compress."""
+    job = candidate_job(cache.work, cache.cluster, candidate)
+    job = replace(job, trainer=replace(job.trainer, compresses_gradients=True))
+    return cache.corrections.correct_estimate(estimate_step(job, cache.stage_memory(candidate)))
 
 
 def helps(limit: str, now: Estimate, after: Estimate) -> bool:

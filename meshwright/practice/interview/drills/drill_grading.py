@@ -69,7 +69,8 @@ def choose_remedy(case: DrillCase, text: str) -> tuple[JudgedRemedy | None, Chec
     if case.scenario.limit == "batch" and "accumulation" in relevant:
         relevant = {"accumulation"}  # an answer compares it with a larger micro-batch
     matching = [each for each in case.remedies if set(each.remedy.strategies) == relevant]
-    foreign = sorted(named - known - implied(named) - in_use(case))
+    beside = {"bf16_reduction"} if relevant else set()  # the dtype of a collective that another strategy needs
+    foreign = sorted(named - known - implied(named) - in_use(case) - beside)
     expected = "a change that removes the limit: " + " or ".join(
         " + ".join(each.remedy.strategies) for each in case.remedies if each.helps
     )
@@ -84,7 +85,7 @@ def choose_remedy(case: DrillCase, text: str) -> tuple[JudgedRemedy | None, Chec
         found = " + ".join(sorted(named))
         message = "This is not one change but a list: choose the smallest that removes the limit."
     else:
-        found = describe_plan(chosen.estimate.job)
+        found = describe_plan(chosen.estimate.job) + "; gradients all-reduced in bfloat16" * chosen.remedy.compress
         message = "" if chosen.helps else refusal(chosen)
     return chosen if chosen is not None and not foreign else None, Check(
         "mechanism.strategy", not message, expected, found, message

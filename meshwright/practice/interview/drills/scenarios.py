@@ -19,6 +19,8 @@ class Remedy:
     candidate: Candidate
     batch: int | None = None
     """samples per step, where the remedy changes it"""
+    compress: bool = False
+    """whether DDP all-reduces gradients in bfloat16"""
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,7 @@ def slow_network(model: str, cluster: str, ranks: int, batch: int, sequence: int
     """One device per node, and little work per optimizer step."""
     remedies = (
         Remedy(("accumulation",), data_parallel(ranks), 16 * batch),
+        Remedy(("bf16_reduction",), data_parallel(ranks), compress=True),
         Remedy(("zero",), sharded(ranks, "optimizer")),
         Remedy(("fsdp",), sharded(ranks, "parameters")),
         Remedy(("checkpointing",), data_parallel(ranks, 1, "full")),
@@ -126,7 +129,9 @@ def larger_batch(cluster: str, sequence: int) -> ScenarioCase:
 
 
 CHEAPER_SHARDING = (
-    r"(?:zero|fsdp|shard)\w*[^.;]{0,60}\b(?:less|half|fewer|lower)\b[^.;]{0,30}(?:communicat|bytes|traffic)",
+    r"(?:zero|fsdp|shard)\w*(?:(?!(?<!with )(?<!to )(?<!unlike )\bddp\b)[^.;]){0,60}"
+    r"\b(?:less|fewer|lower|half(?: of)?(?: the)?)\s+(?:(?:network|wire|total)\s+)?(?:communicat|bytes|traffic)"
+    r"(?![^.;]{0,20}\bthan (?:fsdp|zero|shard))",
     "Sharding parameters moves more bytes than DDP: 3 instead of 2 times the parameters, and again per micro-batch.",
 )
 FREE_CHECKPOINTING = (
@@ -177,8 +182,8 @@ SCENARIOS = {
             ),
         ),
         DrillScenario(
-            "stage_idles",
-            "One pipeline stage computes while the others wait. What do you change?",
+            "pipeline_bubble",
+            "Every pipeline rank is idle at the start and at the end of the step. What do you change?",
             "bubble",
             (short_pipeline("h100:8x2", 16), short_pipeline("a100-80:8x2", 32)),
         ),

@@ -13,11 +13,15 @@ STRATEGIES: dict[str, str] = {
     ),
     "tensor": r"tensor[- ]parallel\w*|\bTP ?\d*\b",
     "pipeline": r"pipeline[- ]parallel\w*|\bPP ?\d*\b|(?:more|add\w*) (?:pipeline )?stages",
-    "context": r"context[- ]parallel\w*|sequence[- ]parallel\w*|ring attention|\bCP ?\d*\b",
+    "context": r"context[- ]parallel\w*|ring attention|\bCP ?\d*\b",
     "accumulation": r"accumulat\w+|no_sync|larger global batch|fewer synchroni[sz]ations",
     "micro_batches": r"more micro-?batches|(?:increase|raise|larger) (?:the )?number of micro-?batches|accumulat\w+",
     "micro_batch": r"larger micro-?batch|micro-?batch (?:size )?(?:of )?4|bigger micro-?batch",
     "interleaved": r"interleav\w+|virtual stages|(?:several|two|2) stages per rank|zero[- ]bubble",
+    "bf16_reduction": (
+        r"bf16_compress\w*|(?:bf16|bfloat16)[- ](?:gradient[- ])?(?:all-?)?(?:reduc|compress)\w*|"
+        r"(?:reduc|compress|synchroni[sz])\w*[^.;]{0,30}\b(?:in|to|as)\s+(?:bf16|bfloat16)\b"
+    ),
     "offload": r"\bofflo\w+",
     "expert": r"expert[- ]parallel\w*",
     "quantize": r"quanti[sz]\w+|\bint8\b|\bfp8\b",
@@ -37,6 +41,7 @@ STATE: dict[str, str] = {
     "micro_batches": r"micro-?batch|activation",
     "micro_batch": r"activation",
     "interleaved": r"layer|stage|activation",
+    "bf16_reduction": r"gradient",
 }
 """strategy -> the state that it moves, shards, keeps or computes again"""
 
@@ -61,6 +66,7 @@ PRICES: dict[str, str] = {
     "micro_batches": r"optimi[sz]|learning rate|converge|fewer updates|critical batch|larger (?:global )?batch|memory",
     "micro_batch": r"memory|activation|optimi[sz]|learning rate|converge",
     "interleaved": r"communicat|send|memory|activation|complex",
+    "bf16_reduction": r"precision|round|numeric|mantissa|digits|accura|converge",
 }
 """strategy -> the words for what it costs"""
 

@@ -12,6 +12,9 @@ let reviewed = 0;
 
 const figure = (value, note) => el("div", {}, el("span", { class: "figure" }, String(value)), el("span", { class: "note" }, note));
 
+/** What happened to the progress file, such as that it was damaged; null if nothing did. */
+const notices = (messages) => (messages.length ? section("Progress file", messages.map((message) => el("p", { class: "message" }, message))) : null);
+
 async function today() {
   const queue = await get("/api/queue");
   const count = queue.cards.length;
@@ -26,7 +29,7 @@ async function today() {
       el("i", { style: { width: `${(100 * queue.begun) / (queue.total || 1)}%` } })),
     queue.postponed ? el("p", { class: "note" }, `${queue.postponed} more cards are due and wait for tomorrow.`) : null,
     el("div", { class: "row" }, start)));
-  return [head, count ? section("The queue", el("ul", { class: "cards" }, queue.cards.map(cardItem))) : null];
+  return [notices(queue.messages), head, count ? section("The queue", el("ul", { class: "cards" }, queue.cards.map(cardItem))) : null];
 }
 
 async function review() {
@@ -67,10 +70,10 @@ function progressSection(name, { entries, done }) {
 }
 
 async function progress() {
-  const [sections, queue] = await Promise.all([get("/api/progress"), get("/api/queue")]);
+  const [{ sections, messages }, queue] = await Promise.all([get("/api/progress"), get("/api/queue")]);
   const cards = section("Cards", el("div", { class: "figures" }, figure(queue.begun, `of ${queue.total} begun`), figure(queue.due + queue.postponed, "due"),
     figure(queue.reviewed_today, "reviewed today"), figure(queue.next_due || "–", "next due")));
-  return [cards, ...Object.entries(sections).map(([name, found]) => progressSection(name, found))];
+  return [notices(messages), cards, ...Object.entries(sections).map(([name, found]) => progressSection(name, found))];
 }
 
 async function handbook(name) {
