@@ -221,9 +221,10 @@ def verify_deck(cards: Sequence[Card], runner: ExperimentRunner, console: Consol
 
 
 def load() -> PracticeProgress:
-    """The progress of the user; a damaged file is set aside, and standard error says so."""
+    """The progress of the user; a damaged file or entry is set aside, and standard error says so."""
     import sys
 
-    from meshwright.practice.progress import load_progress, progress_file
+    from meshwright.practice.cards.schedule import load_cards
+    from meshwright.practice.progress import progress_file
 
-    return load_progress(progress_file(), lambda message: print(f"meshwright: {message}", file=sys.stderr))
+    return load_cards(progress_file(), lambda message: print(f"meshwright: {message}", file=sys.stderr))
