@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from meshwright.practice.cards.runner import ExperimentRunner
     from meshwright.practice.progress import PracticeProgress
 
+MAX_SECONDS, MAX_GIB = 86_400, 1_048_576
+"""The largest limits that can be set."""
+
 
 def practice_cards(
     list_: Annotated[bool, flag("list all cards by kind, with the state of each")] = False,
@@ -47,6 +50,9 @@ def practice_cards(
         raise ConfigError("--answer has no card to answer", "expected --card ID --answer VALUE")
     if set_ and run is None and card is None:
         raise ConfigError("--set has no experiment to set", "expected --run ID --set KNOB=VALUE")
+    for name, value, largest in (("--seconds", seconds, MAX_SECONDS), ("--memory", memory, MAX_GIB)):
+        if not 0 < value <= largest:
+            raise ConfigError(f"{name} {value:g} is not a limit", f"expected a number above 0, and at most {largest:,}")
     cards, console = all_cards(), make_console()
     if list_:
         print_list(cards, console, json)

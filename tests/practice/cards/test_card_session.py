@@ -232,6 +232,11 @@ def test_verify_checks_every_relation_and_fails_if_one_is_broken(command):
         (["--run", "fake-double", "--set", "sice=8"], "expected NAME=VALUE with one of size"),
         (["--list", "--show", "x"], "cannot be combined"),
         (["--card", "fake-double", "--answer", "much"], "expected a number or a formula"),
+        (["--card", "fake-double", "--answer", "3 steps"], "the unit of this prediction is bytes"),
+        (["--verify", "--seconds", "nan"], "--seconds nan is not a limit"),
+        (["--verify", "--seconds=-1"], "--seconds -1 is not a limit"),
+        (["--verify", "--memory", "inf"], "--memory inf is not a limit"),
+        (["--verify", "--memory", "0"], "--memory 0 is not a limit"),
     ],
 )
 def test_mistakes_are_one_line_with_what_is_expected(command, args, message):
