@@ -156,6 +156,8 @@ def review_card(
         emit_json(reviewed.to_json())
     if reviewed.grade is None:
         raise SystemExit(1)
+    if reviewed.is_error:
+        raise SystemExit(ConfigError.exit_code)
 
 
 def review_due(cards: Mapping[str, Card], runner: ExperimentRunner, console: Console, json: bool) -> None:
