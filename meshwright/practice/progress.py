@@ -16,7 +16,7 @@ from meshwright.io import meshwright_home, open_descriptor, read_json, write_jso
 
 FILE = "practice.json"
 FORMAT = 1
-SECTIONS = ("cards", "labs", "incidents", "interviews")
+SECTIONS = ("cards", "labs", "incidents", "interviews", "damaged")
 
 
 @dataclass
@@ -28,6 +28,8 @@ class PracticeProgress:
     labs: dict[str, Any] = field(default_factory=dict)
     incidents: dict[str, Any] = field(default_factory=dict)
     interviews: dict[str, Any] = field(default_factory=dict)
+    damaged: dict[str, Any] = field(default_factory=dict)
+    """section/key/number -> an entry that could not be read, as it was found"""
     loaded: dict[str, dict[str, Any]] = field(default_factory=dict, repr=False, compare=False)
     """the sections as they were read or saved last: what differs from them is what this process has changed"""
 
@@ -44,6 +46,43 @@ def load_progress(path: Path, report: Callable[[str], None]) -> PracticeProgress
 
     A file of a newer version is not damaged: it raises ConfigError and stays as it is.
     """
+    try:
+        return read_progress(path)
+    except DamagedProgress as error:
+        try:
+            with locked(path):
+                return load_locked(path, report)
+        except OSError as reason:
+            raise keep_error(path, error, reason) from None
+
+
+def load_locked(path: Path, report: Callable[[str], None]) -> PracticeProgress:
+    """Does what `load_progress` does, for a caller that holds the lock."""
+    try:
+        return read_progress(path)
+    except DamagedProgress as error:
+        try:
+            aside = set_aside(path)
+        except OSError as reason:
+            raise keep_error(path, error, reason) from None
+        report(f"{path} is damaged ({error}); it is kept as {aside}, and progress starts anew")
+        return PracticeProgress()
+
+
+class DamagedProgress(ConfigError):
+    """The progress file is there, and it is not one."""
+
+
+def keep_error(path: Path, error: DamagedProgress, reason: OSError) -> ConfigError:
+    """The error for a damaged file that cannot be renamed."""
+    return ConfigError(
+        f"{path} is damaged ({error}), and it cannot be renamed: {reason.strerror}",
+        "try to repair or to remove the file, or MESHWRIGHT_HOME with another folder",
+    )
+
+
+def read_progress(path: Path) -> PracticeProgress:
+    """Reads the progress and changes nothing; raises DamagedProgress if the file cannot be read."""
     if not path.exists():
         return PracticeProgress()
     try:
@@ -51,9 +90,7 @@ def load_progress(path: Path, report: Callable[[str], None]) -> PracticeProgress
         if not is_newer(value):
             return parse_progress(value, path)
     except ConfigError as error:
-        aside = set_aside(path)
-        report(f"{path} is damaged ({error}); it is kept as {aside.name}, and progress starts anew")
-        return PracticeProgress()
+        raise DamagedProgress(error.message, error.hint) from None
     raise ConfigError(
         f"{path} was written by a newer version of Meshwright: its format is {value['format']}, expected {FORMAT}",
         "try pip install --upgrade meshwright, or MESHWRIGHT_HOME with another folder",
@@ -88,7 +125,7 @@ def update_progress(
 ) -> PracticeProgress:
     """Reads the progress, applies `change` and saves it, while no other process does: no update is lost."""
     with locked(path):
-        progress = load_progress(path, report)
+        progress = load_locked(path, report)
         change(progress)
         write_changes(progress, path)
     return progress
@@ -96,7 +133,7 @@ def update_progress(
 
 def write_changes(progress: PracticeProgress, path: Path) -> None:
     """Merges the changed entries into the file, which must be locked. A file that cannot be read is set aside."""
-    current = load_progress(path, lambda _: None).sections()
+    current = load_locked(path, lambda _: None).sections()
     for name, section in progress.sections().items():
         before = progress.loaded.get(name, {})
         current[name] |= {key: value for key, value in section.items() if key not in before or before[key] != value}
@@ -104,13 +141,19 @@ def write_changes(progress: PracticeProgress, path: Path) -> None:
             current[name].pop(key, None)
         section.clear()
         section.update(current[name])
-    write_json(path, {"format": FORMAT} | current)
+    write_json(linked_file(path), {"format": FORMAT} | current)
     progress.loaded = deepcopy(current)
+
+
+def linked_file(path: Path) -> Path:
+    """The file that a symbolic link leads to: the link stays, and what it leads to is replaced."""
+    return Path(os.path.realpath(path))
 
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Holds the lock of a progress file, which is a file beside it: the progress file itself is replaced."""
+    path = linked_file(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     lock = open_descriptor(path.with_name(f"{path.name}.lock"), os.O_RDWR | os.O_CREAT)
     try:
@@ -122,6 +165,7 @@ def locked(path: Path) -> Iterator[None]:
 
 def set_aside(path: Path) -> Path:
     """Renames a damaged file to the first free name `practice.json.damaged-N`."""
+    path = linked_file(path)
     number = 1
     while (aside := path.with_name(f"{path.name}.damaged-{number}")).exists():
         number += 1

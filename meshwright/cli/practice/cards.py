@@ -17,6 +17,9 @@ if TYPE_CHECKING:
     from meshwright.practice.cards.runner import ExperimentRunner
     from meshwright.practice.progress import PracticeProgress
 
+MAX_SECONDS, MAX_GIB = 86_400, 1_048_576
+"""The largest limits that can be set."""
+
 
 def practice_cards(
     list_: Annotated[bool, flag("list all cards by kind, with the state of each")] = False,
@@ -47,6 +50,9 @@ def practice_cards(
         raise ConfigError("--answer has no card to answer", "expected --card ID --answer VALUE")
     if set_ and run is None and card is None:
         raise ConfigError("--set has no experiment to set", "expected --run ID --set KNOB=VALUE")
+    for name, value, largest in (("--seconds", seconds, MAX_SECONDS), ("--memory", memory, MAX_GIB)):
+        if not 0 < value <= largest:
+            raise ConfigError(f"{name} {value:g} is not a limit", f"expected a number above 0, and at most {largest:,}")
     cards, console = all_cards(), make_console()
     if list_:
         print_list(cards, console, json)
@@ -150,6 +156,8 @@ def review_card(
         emit_json(reviewed.to_json())
     if reviewed.grade is None:
         raise SystemExit(1)
+    if reviewed.is_error:
+        raise SystemExit(ConfigError.exit_code)
 
 
 def review_due(cards: Mapping[str, Card], runner: ExperimentRunner, console: Console, json: bool) -> None:
@@ -221,9 +229,10 @@ def verify_deck(cards: Sequence[Card], runner: ExperimentRunner, console: Consol
 
 
 def load() -> PracticeProgress:
-    """The progress of the user; a damaged file is set aside, and standard error says so."""
+    """The progress of the user; a damaged file or entry is set aside, and standard error says so."""
     import sys
 
-    from meshwright.practice.progress import load_progress, progress_file
+    from meshwright.practice.cards.schedule import load_cards
+    from meshwright.practice.progress import progress_file
 
-    return load_progress(progress_file(), lambda message: print(f"meshwright: {message}", file=sys.stderr))
+    return load_cards(progress_file(), lambda message: print(f"meshwright: {message}", file=sys.stderr))

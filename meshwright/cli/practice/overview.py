@@ -56,11 +56,11 @@ def serve(port: int | None) -> None:
 
 def describe_overview() -> dict[str, Any]:
     from meshwright.practice.cards.registry import all_cards
-    from meshwright.practice.cards.schedule import local_clock, read_states, review_queue
+    from meshwright.practice.cards.schedule import load_cards, local_clock, read_states, review_queue
     from meshwright.practice.page.descriptions import describe_progress, describe_queue
-    from meshwright.practice.progress import load_progress, progress_file
+    from meshwright.practice.progress import progress_file
 
-    progress = load_progress(progress_file(), lambda message: print(f"meshwright: {message}", file=sys.stderr))
+    progress = load_cards(progress_file(), lambda message: print(f"meshwright: {message}", file=sys.stderr))
     cards, now = all_cards(), local_clock()
     states = read_states(cards, progress)
     queue = describe_queue(review_queue(cards, states, now), states, now)

@@ -113,6 +113,11 @@ class Experiment:
     def defaults(self) -> dict[str, KnobValue]:
         return {knob.name: knob.values[0] for knob in self.knobs}
 
+    def ranks_with(self, knobs: Knobs) -> int:
+        """The local ranks of a run. The knob `ranks` sets them, unless it is the size of a cluster that is computed."""
+        is_local = self.defaults().get("ranks") == self.ranks
+        return int(knobs["ranks"]) if is_local and "ranks" in knobs else self.ranks
+
 
 @dataclass(frozen=True)
 class Card:
@@ -138,6 +143,15 @@ class Card:
     """numbers of the handbook items that this card makes real"""
     chapter: str = ""
     """page of the handbook, such as handbook/sharding.md"""
+
+    def can_judge(self, relation: Relation, knobs: Knobs) -> bool:
+        """Whether a run with these knobs decides a relation: a number on its right is one for the default knobs."""
+        return isinstance(relation.right, str) or dict(knobs) == self.experiment.defaults()
+
+    def can_grade(self, knobs: Knobs) -> bool:
+        """Whether a run with these knobs decides every relation, wrong statement and claim of the card."""
+        relations = [*self.relations, *self.refuted, *(claim.relation for claim in self.claims)]
+        return all(self.can_judge(relation, knobs) for relation in relations)
 
     def broken(self, values: Mapping[str, float]) -> list[Relation]:
         """The relations that do not hold, and the wrong statements that do."""

@@ -22,6 +22,7 @@ from meshwright.practice.drawing.palette import LONG_UNIT, format_figure, format
 
 RATING_STYLES = {Rating.AGAIN: "bold red", Rating.HARD: "yellow", Rating.GOOD: "green", Rating.EASY: "bold green"}
 MAX_WIDTH = 100
+DEFAULTS_ONLY = "Relations with a number (·) are stated for the default settings; this run does not decide them."
 SYMBOLS = {"==": "=", "!=": "≠", "<=": "≤", ">=": "≥", "<": "<", ">": ">"}
 
 
@@ -41,7 +42,8 @@ def question_view(card: Card, knobs: Knobs, position: str = "") -> Group:
     """The question with the settings of its experiment, and the claims to choose from."""
     title = f"{position}{card.kind} · {card.id}"
     parts: list[RenderableType] = [Rule(title, style="dim", align="left"), Text(""), prose(card.question, "bold")]
-    ranks = f"{card.experiment.ranks} rank{'' if card.experiment.ranks == 1 else 's'}"
+    count = card.experiment.ranks_with(knobs)
+    ranks = f"{count} rank{'' if count == 1 else 's'}"
     settings = ", ".join(f"{name} = {value}" for name, value in knobs.items())
     where = f"The experiment runs on {ranks} of this machine{', with ' if settings else ''}{settings}."
     parts.append(Padding(Text(where, "dim"), (1, 0, 0, 0)))
@@ -64,7 +66,9 @@ def run_view(card: Card, run: ExperimentRun, console: Console) -> Group:
     parts.append(Text(""))
     problems = find_problems(card, run)
     if named_values(card) <= values.keys():
-        parts.append(relation_table(card, values))
+        parts.append(relation_table(card, run.knobs, values))
+        if not card.can_grade(run.knobs):
+            parts.append(Text(DEFAULTS_ONLY, "dim"))
     memory = f", peak memory {format_bytes(run.peak_bytes)}" if run.peak_bytes else ""
     cost = f"{format_seconds(run.seconds)}{memory}"
     parts.append(Text(f"The experiment took {cost}.", "dim"))
@@ -77,12 +81,17 @@ def run_view(card: Card, run: ExperimentRun, console: Console) -> Group:
     return Group(*parts)
 
 
-def relation_table(card: Card, values: Mapping[str, float]) -> Table:
-    """The relations with their measured sides; a wrong statement is shown as refuted."""
+def relation_table(card: Card, knobs: Knobs, values: Mapping[str, float]) -> Table:
+    """The relations with their measured sides; a wrong statement is shown as refuted. A relation that this run does not
+    decide is shown with what was measured.
+    """
     table = Table.grid(padding=(0, 1))
     table.add_column(width=1)
     table.add_column()
     for relation, must_hold in [(item, True) for item in card.relations] + [(item, False) for item in card.refuted]:
+        if not card.can_judge(relation, knobs):
+            table.add_row(Text("·", "dim"), prose(relation.text).append(f"  {measured_side(relation, values)}", "dim"))
+            continue
         holds = relation.holds(values)
         mark, style = ("✓", "green") if holds == must_hold else ("✗", "bold red")
         verdict = "does not hold" if must_hold else "NOT refuted" if holds else "refuted"
@@ -100,8 +109,11 @@ def sides(relation: Relation, values: Mapping[str, float]) -> str:
     word = "within" if shown.comparison in ("==", "<=", ">=") else "by more than"
     tolerance = f" {word} {100 * relation.tolerance:g}%" if relation.tolerance else ""
     named = f" ({relation.right})" if isinstance(relation.right, str) else ""
-    left = f"{format_number(values[relation.left])} ({relation.left})"
-    return f"{left} {SYMBOLS[shown.comparison]} {format_number(right)}{named}{tolerance}"
+    return f"{measured_side(relation, values)} {SYMBOLS[shown.comparison]} {format_number(right)}{named}{tolerance}"
+
+
+def measured_side(relation: Relation, values: Mapping[str, float]) -> str:
+    return f"{format_number(values[relation.left])} ({relation.left})"
 
 
 def grade_view(graded: Grade) -> Group:

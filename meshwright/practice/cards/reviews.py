@@ -28,20 +28,28 @@ class Answers:
 
 @dataclass(frozen=True)
 class ReviewedCard:
-    """A review of a card. Without a grade nothing was recorded: the experiment failed, or the card is wrong here."""
+    """A review of a card. Without a grade the experiment failed, or the card is wrong here; without a state nothing was
+    recorded.
+    """
 
     card: Card
     run: ExperimentRun
     grade: Grade | None
     state: CardState | None
+    reason: str = ""
+    """why a review with a grade is not recorded"""
+    is_error: bool = False
+    """whether the reason is that the progress file cannot be written"""
 
     def to_json(self) -> dict[str, Any]:
-        value: dict[str, Any] = {"card": self.card.id, "run": self.run.to_json(), "recorded": self.grade is not None}
+        value: dict[str, Any] = {"card": self.card.id, "run": self.run.to_json(), "recorded": self.state is not None}
+        value["reason"] = self.reason
         value["problems"] = list(find_problems(self.card, self.run))
-        if self.grade is not None and self.state is not None and self.state.due is not None:
+        if self.state is not None and self.state.due is not None:
+            value["due"] = self.state.due.isoformat()
+        if self.grade is not None:
             value["rating"] = self.grade.rating.name.lower()
             value["error"] = self.grade.error
-            value["due"] = self.state.due.isoformat()
             value["predictions"] = [
                 {"value": item.prediction.value, "predicted": item.predicted, "measured": item.measured}
                 | {"unit": item.prediction.unit, "error": item.error}
@@ -71,10 +79,18 @@ def complete_review(
     card: Card, answers: Answers, run: ExperimentRun, path: Path, now: datetime, report: Callable[[str], None]
 ) -> ReviewedCard:
     """Grades the answers by what was measured, and records the review. Where the experiment failed or the card is wrong
-    on this machine, the reader is not to blame, and nothing is recorded.
+    on this machine, the reader is not to blame, and nothing is recorded. A file that cannot be written costs the
+    record, but not the grade; with knobs that do not decide the card, the grade is shown and not recorded either.
     """
     if run.observation is None or find_problems(card, run):
         return ReviewedCard(card, run, None, None)
     graded = grade(card, answers.predicted, set(answers.chosen), run.observation.values)
-    state = record_review(path, card.id, CardReview.of(graded, run.knobs, now), report)
+    if not card.can_grade(run.knobs):
+        return ReviewedCard(card, run, graded, None, "relations of this card are stated for the default settings")
+    try:
+        state = record_review(path, card.id, CardReview.of(graded, run.knobs, now), report)
+    except OSError as error:
+        return ReviewedCard(card, run, graded, None, f"{path}: {error.strerror}", is_error=True)
+    except ConfigError as error:
+        return ReviewedCard(card, run, graded, None, str(error), is_error=True)
     return ReviewedCard(card, run, graded, state)

@@ -6,6 +6,7 @@ reviews alone.
 
 from __future__ import annotations
 
+import math
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
@@ -14,16 +15,19 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.errors import ConfigError
+from meshwright.io import printable
 from meshwright.practice.cards.card import Card
 from meshwright.practice.cards.grading import Grade, Rating
 from meshwright.practice.cards.registry import teaching_order
-from meshwright.practice.progress import PracticeProgress, update_progress
+from meshwright.practice.progress import PracticeProgress, load_progress, update_progress
 
 Clock = Callable[[], datetime]
 NEW_PER_DAY = 10
 CARDS_PER_DAY = 20
 LEARNING_STEPS = (timedelta(minutes=10),)
 """A card that was answered wrongly comes back in the same session; one that was right once waits for days."""
+YEARS = range(1970, 3000)
+"""Years that a time in the progress file may have: dates near the ends of the calendar have no time in some zones."""
 
 
 def local_clock() -> datetime:
@@ -91,17 +95,61 @@ def read_state(entry: Any, card_id: str) -> CardState:
         return CardState()
     try:
         reviews = tuple((parse_time(review["time"]), Rating(review["rating"])) for review in entry["reviews"])
-        stability = entry["fsrs"]["stability"]
-        return CardState(reviews, parse_time(entry["fsrs"]["due"]), None if stability is None else float(stability))
-    except (KeyError, TypeError, ValueError):
+        stability = None if entry["fsrs"]["stability"] is None else float(entry["fsrs"]["stability"])
+        if stability is not None and not (math.isfinite(stability) and stability >= 0):
+            raise ValueError
+        return CardState(reviews, parse_time(entry["fsrs"]["due"]), stability)
+    except (KeyError, TypeError, ValueError, OverflowError):
         raise ConfigError(
             f"the progress of the card {card_id} is damaged", "try to remove its entry from practice.json"
         ) from None
 
 
+def load_cards(path: Path, report: Callable[[str], None]) -> PracticeProgress:
+    """Reads the progress for `read_states`. Damaged entries of cards move to the section `damaged` of the file, and
+    `report` says so; these cards are new again, and all others keep their reviews.
+    """
+    progress = load_progress(path, report)
+    if not damaged_cards(progress):
+        return progress
+    try:
+        return update_progress(path, lambda current: move_damaged(current, path, report), report)
+    except OSError as error:
+        report(f"{path} cannot be written: {error.strerror}")
+        move_damaged(progress, path, report)
+        return progress
+
+
+def damaged_cards(progress: PracticeProgress) -> list[str]:
+    """The cards whose entries cannot be read."""
+
+    def is_damaged(card_id: str) -> bool:
+        try:
+            read_state(progress.cards[card_id], card_id)
+        except ConfigError:
+            return True
+        return False
+
+    return [card_id for card_id in progress.cards if is_damaged(card_id)]
+
+
+def move_damaged(progress: PracticeProgress, path: Path, report: Callable[[str], None]) -> None:
+    """Moves damaged entries of cards into the section `damaged`, under a key that is free."""
+    found = damaged_cards(progress)
+    for card_id in found:
+        number = 1
+        while (key := f"cards/{card_id}/{number}") in progress.damaged:
+            number += 1
+        progress.damaged[key] = progress.cards.pop(card_id)
+    if found:
+        more = f" and of {len(found) - 1} more" if len(found) > 1 else ""
+        name = printable(found[0][:80])
+        report(f"{path}: the progress of the card {name}{more} is damaged; it is kept under damaged in this file")
+
+
 def parse_time(text: str) -> datetime:
     time = datetime.fromisoformat(text)
-    if time.tzinfo is None:
+    if time.tzinfo is None or time.year not in YEARS:
         raise ValueError
     return time.astimezone(UTC)
 
@@ -132,6 +180,7 @@ def record_review(path: Path, card_id: str, review: CardReview, report: Callable
     """Adds a review to the progress file and schedules the card again; other processes may do so at the same time."""
 
     def add(progress: PracticeProgress) -> None:
+        move_damaged(progress, path, report)
         before = read_state(progress.cards.get(card_id), card_id).reviews
         entries = [*(progress.cards[card_id]["reviews"] if before else ()), review.to_json()]
         entries.sort(key=lambda entry: parse_time(entry["time"]))

@@ -95,11 +95,14 @@ class ReviewSession:
             self.show(Text(message, "yellow"))
 
         reviewed = complete_review(card, answers, run, self.path, self.clock(), report)
-        if reviewed.grade is None or reviewed.state is None:
+        if reviewed.grade is None:
             self.show("", run_view(card, run, self.console), Text("The review is not recorded.", "yellow"))
             return reviewed
         self.show("", grade_view(reviewed.grade), "", run_view(card, run, self.console), explanation_view(card))
-        self.show(section("Next review", self.next_review(reviewed.grade, reviewed.state)))
+        if reviewed.state is None:
+            self.show("", Text(f"not recorded: {reviewed.reason}", "bold red" if reviewed.is_error else "yellow"))
+        else:
+            self.show(section("Next review", self.next_review(reviewed.grade, reviewed.state)))
         return reviewed
 
     def next_review(self, graded: Grade, state: CardState) -> Text:
@@ -153,6 +156,6 @@ class ReviewSession:
                     break
         except (KeyboardInterrupt, EOFError):
             self.show("")
-        recorded = [item for item in reviewed if item.grade is not None]
+        recorded = [item for item in reviewed if item.state is not None]
         self.show(Text(f"{len(recorded)} review{'' if len(recorded) == 1 else 's'} saved in {self.path}.", "dim"))
         return reviewed

@@ -8,7 +8,7 @@ from typing import Any
 
 from meshwright.practice.cards.answers import shown_claims
 from meshwright.practice.cards.card import Card, Relation
-from meshwright.practice.cards.card_text import format_error, sides
+from meshwright.practice.cards.card_text import format_error, measured_side, sides
 from meshwright.practice.cards.registry import KINDS
 from meshwright.practice.cards.reviews import ReviewedCard
 from meshwright.practice.cards.runner import ExperimentRun
@@ -57,23 +57,29 @@ def describe_run(card: Card, run: ExperimentRun) -> dict[str, Any]:
     """A run without a grade: the picture, the notes, the relations, and what is wrong."""
     value = run.to_json() | {"log": run.log, "problems": list(find_problems(card, run)), "relations": []}
     if run.observation is not None and named_values(card) <= run.observation.values.keys():
-        values = run.observation.values
-        value["relations"] = [describe_relation(relation, values, True) for relation in card.relations]
-        value["relations"] += [describe_relation(relation, values, False) for relation in card.refuted]
+        value["relations"] = [describe_relation(card, run, relation, True) for relation in card.relations]
+        value["relations"] += [describe_relation(card, run, relation, False) for relation in card.refuted]
     return value
 
 
-def describe_relation(relation: Relation, values: Mapping[str, float], must_hold: bool) -> dict[str, Any]:
-    holds = relation.holds(values)
-    return {"text": relation.text, "sides": sides(relation, values), "holds": holds, "must_hold": must_hold}
+def describe_relation(card: Card, run: ExperimentRun, relation: Relation, must_hold: bool) -> dict[str, Any]:
+    """A relation with its measured sides; one that this run does not decide has only the left side."""
+    assert run.observation is not None
+    values, judged = run.observation.values, card.can_judge(relation, run.knobs)
+    shown = sides(relation, values) if judged else measured_side(relation, values)
+    holds = relation.holds(values) if judged else None
+    return {"text": relation.text, "sides": shown, "judged": judged, "holds": holds, "must_hold": must_hold}
 
 
 def describe_review(reviewed: ReviewedCard, now: datetime) -> dict[str, Any]:
     """A review: the run, the grade, the next due time and the explanation."""
     value = describe_run(reviewed.card, reviewed.run) | {"explanation": describe_explanation(reviewed.card)}
-    value |= {"recorded": reviewed.grade is not None, "predictions": [], "claims": []}
-    if reviewed.grade is not None and reviewed.state is not None and reviewed.state.due is not None:
-        value |= {"rating": reviewed.grade.rating.name.lower(), "due": format_due(reviewed.state.due, now)}
+    value |= {"recorded": reviewed.state is not None, "reason": reviewed.reason, "predictions": [], "claims": []}
+    value["graded"] = reviewed.grade is not None
+    if reviewed.state is not None and reviewed.state.due is not None:
+        value["due"] = format_due(reviewed.state.due, now)
+    if reviewed.grade is not None:
+        value["rating"] = reviewed.grade.rating.name.lower()
         value["predictions"] = [
             {
                 "question": item.prediction.question,

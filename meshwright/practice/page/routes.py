@@ -30,7 +30,7 @@ from meshwright.practice.cards.card import Card, KnobValue
 from meshwright.practice.cards.registry import all_cards, find_card, parse_knobs
 from meshwright.practice.cards.reviews import Answers, take_answers
 from meshwright.practice.cards.runner import ExperimentRunner
-from meshwright.practice.cards.schedule import CardState, Clock, local_clock, read_states, review_queue
+from meshwright.practice.cards.schedule import CardState, Clock, load_cards, local_clock, read_states, review_queue
 from meshwright.practice.page.descriptions import (
     describe_deck,
     describe_explanation,
@@ -40,7 +40,7 @@ from meshwright.practice.page.descriptions import (
 )
 from meshwright.practice.page.handbook import find_chapters, handbook_folder, render_chapter
 from meshwright.practice.page.jobs import ExperimentJob, ExperimentJobs, QueueFull
-from meshwright.practice.progress import PracticeProgress, load_progress, progress_file
+from meshwright.practice.progress import PracticeProgress, progress_file
 
 LOOPBACK = "127.0.0.1"
 PREFERRED_PORT = 8341
@@ -151,7 +151,7 @@ class PracticePage:
         return [printable(message) for message in tuple(self.jobs.messages)]
 
     def load(self) -> PracticeProgress:
-        return load_progress(self.path, self.jobs.messages.append)
+        return load_cards(self.path, self.jobs.messages.append)
 
 
 def requested_knobs(card: Card, body: Mapping[str, Any]) -> dict[str, KnobValue]:

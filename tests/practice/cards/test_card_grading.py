@@ -68,14 +68,10 @@ def test_the_worst_of_several_answers_counts():
         ("12,288", 12288.0),
         ("1_000", 1000.0),
         ("12.5M", 12.5e6),
-        ("1.5 GiB", 1.5 * 2**30),
-        ("3 kB", 3000.0),
         ("3/4", 0.75),
         ("2*(4-1)/4", 1.5),
-        ("2**10 B", 1024.0),
         ("40 %", 0.4),
-        ("3 steps", 3.0),
-        ("2 ms", 0.002),
+        ("1,234,567.5", 1234567.5),
     ],
 )
 def test_a_prediction_is_a_number_or_a_formula(text, value):
@@ -83,6 +79,17 @@ def test_a_prediction_is_a_number_or_a_formula(text, value):
 
 
 def test_a_unit_that_follows_is_converted_into_the_unit_of_the_prediction():
+    assert parse_number("1.5 GiB", "B") == 1.5 * 2**30
+    assert parse_number("3 kB", "bytes") == 3000.0
+    assert parse_number("2**10 B", "B") == 1024.0
+    assert parse_number("12.5M", "GB") == parse_number("12.5 MB", "GB") == 0.0125
+    assert parse_number("2 ms", "s") == 0.002
+    assert parse_number("3 steps", "steps") == parse_number("3 step", "steps") == parse_number("3", "steps") == 3.0
+    assert parse_number("3k tokens", "tokens") == parse_number("3k", "tokens") == 3000.0
+    assert parse_number("1.5 D", "D") == parse_number("2*(4-1)/4D", "D") == 1.5
+    assert parse_number("1.5x", "times") == 1.5
+    assert parse_number("50 %", "of DDP's bytes") == parse_number("0.5 of DDP's bytes", "of DDP's bytes") == 0.5
+    assert parse_number("0.5 of the norm at layer 20", "of the norm at layer 20") == 0.5
     assert parse_number("4 MiB", "MiB") == parse_number("4", "MiB") == 4.0
     assert parse_number("0.5 GiB", "MiB") == 512.0
     assert parse_number("40 %", "%") == 40.0
@@ -90,6 +97,31 @@ def test_a_unit_that_follows_is_converted_into_the_unit_of_the_prediction():
     assert parse_number("2 ms", "microseconds") == pytest.approx(2000.0)
     assert parse_number("40 %", "percent") == 40.0
     assert parse_number("3 micro-batches", "micro-batches") == 3.0
+
+
+@pytest.mark.parametrize(
+    ("text", "unit", "named"),
+    [
+        ("1 GiB", "D", "is D"),
+        ("3 bananas", "steps", "is steps"),
+        ("3 steps", "", "has no unit"),
+        ("2 ms", "GB", "is GB"),
+        ("2M", "microseconds", "is microseconds"),
+        ("1 Gb", "GB", "is GB"),
+        ("5 %", "samples", "is samples"),
+    ],
+)
+def test_a_unit_that_does_not_fit_is_refused(text, unit, named):
+    with pytest.raises(
+        ConfigError, match=f"this prediction {named}" if not unit else f"unit of this prediction {named}"
+    ):
+        parse_number(text, unit)
+
+
+@pytest.mark.parametrize("text", ["1,5", "0,125", "12,34", "1,2345", "1234,567", "1,000,00", "0.5,000"])
+def test_a_comma_that_does_not_separate_thousands_is_refused(text):
+    with pytest.raises(ConfigError, match="comma that does not separate thousands"):
+        parse_number(text)
 
 
 @pytest.mark.parametrize(

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import multiprocessing
+import os
 import sys
+from contextlib import contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime, timedelta, timezone
 
@@ -17,6 +20,7 @@ from meshwright.practice.cards.schedule import (
     CardReview,
     CardState,
     format_due,
+    load_cards,
     read_states,
     record_review,
     review_queue,
@@ -109,14 +113,91 @@ def test_due_times_are_written_for_people(later, text):
     assert CardState().describe(NOON) == "new"
 
 
-@pytest.mark.parametrize("entry", [3, {}, {"fsrs": {}, "reviews": [{"time": "x", "rating": 9}]}, {"reviews": []}])
-def test_a_damaged_entry_is_named_and_kept(tmp_path, entry):
+def scheduled(due, stability=3.0):
+    return {"fsrs": {"due": due, "stability": stability}, "reviews": []}
+
+
+DAMAGED = [
+    3,
+    {},
+    {"fsrs": {}, "reviews": [{"time": "x", "rating": 9}]},
+    {"reviews": []},
+    scheduled("0001-01-01T00:00:00+23:00"),
+    scheduled("9999-12-31T23:59:59+00:00"),
+    scheduled(NOON.isoformat(), 10**400),
+    scheduled(NOON.isoformat(), float("nan")),
+]
+
+
+@pytest.mark.parametrize("entry", DAMAGED)
+def test_a_damaged_entry_is_named_once_and_kept_and_other_cards_work(tmp_path, entry):
+    path, reports = tmp_path / "practice.json", []
+    record(path, "card-01", NOON)
+    update_progress(path, lambda progress: progress.cards.update({"card-00": entry}), pytest.fail)
+    states = read_states(DECK, load_cards(path, reports.append))
+    assert (states["card-00"].due, len(states["card-01"].reviews)) == (None, 1)
+    assert len(reports) == 1
+    assert "card card-00 is damaged" in reports[0]
+    assert str(path) in reports[0]
+    assert repr(load_cards(path, pytest.fail).damaged) == repr({"cards/card-00/1": entry})
+
+
+def test_a_review_of_a_damaged_entry_keeps_the_entry(tmp_path):
+    path, reports = tmp_path / "practice.json", []
+    for entry in (3, 4):
+        update_progress(path, lambda progress, value=entry: progress.cards.update(card=value), pytest.fail)
+        record_review(path, "card", CardReview(NOON, Rating.GOOD), reports.append)
+    assert load_cards(path, pytest.fail).damaged == {"cards/card/1": 3, "cards/card/2": 4}
+    assert len(reports) == 2
+
+
+def test_a_damaged_entry_in_a_folder_that_cannot_be_written_blocks_no_card(tmp_path, monkeypatch):
+    path, reports = tmp_path / "practice.json", []
+    save_progress(PracticeProgress(cards={"card-00": 3}), path)
+    monkeypatch.setattr("meshwright.practice.progress.locked", refuse)
+    assert read_states(DECK, load_cards(path, reports.append))["card-00"] == CardState()
+    assert "Read-only file system" in reports[0]
+
+
+def refuse(*_args):
+    raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+
+def test_a_damaged_file_that_cannot_be_renamed_is_named_with_what_to_do(tmp_path, monkeypatch):
     path = tmp_path / "practice.json"
-    save_progress(PracticeProgress(cards={"card-00": entry}), path)
-    before = path.read_bytes()
-    with pytest.raises(ConfigError, match="card card-00 is damaged"):
-        record(path, "card-00", NOON)
-    assert path.read_bytes() == before
+    path.write_text("{")
+    for name in ("set_aside", "locked"):
+        monkeypatch.setattr(f"meshwright.practice.progress.{name}", refuse)
+        with pytest.raises(ConfigError, match=r"is damaged .* cannot be renamed: Read-only file system; try to repair"):
+            load_progress(path, pytest.fail)
+    assert path.read_text() == "{"
+
+
+def test_a_file_that_another_process_has_repaired_is_not_set_aside(tmp_path, monkeypatch):
+    path = tmp_path / "practice.json"
+    path.write_text("{")
+
+    @contextmanager
+    def repaired(_path):
+        path.write_text('{"format": 1, "labs": {"ring": {}}}')
+        yield
+
+    monkeypatch.setattr("meshwright.practice.progress.locked", repaired)
+    assert load_progress(path, pytest.fail).labs == {"ring": {}}
+
+
+def test_a_symbolic_link_stays_and_its_file_is_replaced(tmp_path):
+    (tmp_path / "kept").mkdir()
+    path, target = tmp_path / "practice.json", tmp_path / "kept" / "mine.json"
+    path.symlink_to(target)
+    record(path, "card-00", NOON)
+    record(path, "card-01", NOON)
+    assert path.is_symlink()
+    assert set(load_progress(target, pytest.fail).cards) == {"card-00", "card-01"}
+    target.write_text("{")
+    load_progress(path, [].append)
+    assert path.is_symlink()
+    assert (tmp_path / "kept" / "mine.json.damaged-1").read_text() == "{"
 
 
 def review_many(path, card_ids, offset):

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import json
+import os
 import sys
+from dataclasses import replace
 from datetime import UTC, datetime
 
 import pytest
-from fake_cards import CHOSEN, DECK, HANGING, PREDICTED, WRONG
+from fake_cards import CHOSEN, DECK, DOUBLE, HANGING, PREDICTED, WRONG
 from rich.console import Console
 
 from meshwright.cli.main import dispatch
 from meshwright.errors import ConfigError
 from meshwright.practice.cards.answers import shown_claims
-from meshwright.practice.cards.card import Relation
+from meshwright.practice.cards.card import Knob, Relation
 from meshwright.practice.cards.card_text import sides
 from meshwright.practice.cards.runner import RunLimits
 from meshwright.practice.cards.session import ReviewSession
@@ -75,7 +78,9 @@ def test_knobs_can_be_changed_after_the_grade_without_a_second_review(session):
     review.review_all([PREDICTED, CHOSEN])
     text = shown(review)
     assert "expected one of 8, 16" in text
-    assert "✗ Twice the size is sent. — does not hold  32 (doubled) ≠ 16" in text
+    assert "· Twice the size is sent.  32 (doubled)" in text
+    assert "stated for the default settings" in text
+    assert "does not hold" not in text
     assert "IS WRONG" not in text  # relations are stated for the default knobs
     assert set(saved()) == {"fake-double"}
     assert len(saved()["fake-double"]["reviews"]) == 1
@@ -105,6 +110,41 @@ def test_a_card_that_is_wrong_on_this_machine_is_said_loudly_and_not_recorded(se
     assert "The review is not recorded." in shown(review)
     assert reviewed.to_json()["problems"] == ["does not hold: Twice the size is sent."]
     assert saved() == {}
+
+
+def test_a_review_with_other_knobs_is_graded_and_not_recorded(session):
+    review = session()
+    reviewed = review.review(PREDICTED, {"size": 16}, ["32"])
+    assert (reviewed.grade.rating.name, reviewed.state, reviewed.is_error) == ("EASY", None, False)
+    assert "not recorded: relations of this card are stated for the default settings" in shown(review)
+    decided = replace(PREDICTED, relations=PREDICTED.refuted)
+    assert decided.can_grade({"size": 16})
+    assert not PREDICTED.can_grade({"size": 16})
+    assert saved() == {}
+
+
+def test_a_disk_that_cannot_be_written_costs_the_record_and_not_the_explanation(session, monkeypatch):
+    def refuse(*_args):
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr("meshwright.practice.progress.write_json", refuse)
+    review = session("16", "q")
+    reviewed = review.review_all([PREDICTED])[0]
+    text = shown(review)
+    reason = f"not recorded: {progress_file()}: No space left on device"
+    joined = text.replace("\n", "")
+    assert (
+        joined.index("exact") < joined.index("Common mistake") < joined.index(reason) < joined.index("0 reviews saved")
+    )
+    assert (reviewed.to_json()["recorded"], reviewed.to_json()["rating"]) == (False, "easy")
+
+
+def test_the_question_names_the_ranks_that_the_knobs_give():
+    ring = replace(DOUBLE, ranks=4, knobs=(Knob("ranks", (4, 2), "ranks"),))
+    assert (ring.ranks_with({"ranks": 2}), ring.ranks_with({"ranks": 4})) == (2, 4)
+    computed = replace(ring, ranks=1)
+    assert computed.ranks_with({"ranks": 2}) == 1
+    assert DOUBLE.ranks_with({"size": 8}) == 1
 
 
 def test_an_experiment_that_fails_is_not_a_review(session, runner, monkeypatch):
@@ -216,6 +256,11 @@ def test_card_with_an_answer_is_a_review(command):
     result = json.loads(text)
     assert (code, result["rating"], result["error"], result["recorded"]) == (0, "hard", 0.25, True)
     assert command("--card", "fake-wrong", "--answer", "16")[0] == 1
+    progress_file().unlink()
+    progress_file().with_name("practice.json.lock").unlink()
+    progress_file().with_name("practice.json.lock").mkdir()  # the lock cannot be taken, whoever runs the test
+    code, text = command("--card", "fake-double", "--answer", "20", "--json")
+    assert (code, json.loads(text)["recorded"], json.loads(text)["rating"]) == (2, False, "hard")
 
 
 def test_verify_checks_every_relation_and_fails_if_one_is_broken(command):
@@ -241,6 +286,11 @@ def test_verify_checks_every_relation_and_fails_if_one_is_broken(command):
         (["--run", "fake-double", "--set", "sice=8"], "expected NAME=VALUE with one of size"),
         (["--list", "--show", "x"], "cannot be combined"),
         (["--card", "fake-double", "--answer", "much"], "expected a number or a formula"),
+        (["--card", "fake-double", "--answer", "3 steps"], "the unit of this prediction is bytes"),
+        (["--verify", "--seconds", "nan"], "--seconds nan is not a limit"),
+        (["--verify", "--seconds=-1"], "--seconds -1 is not a limit"),
+        (["--verify", "--memory", "inf"], "--memory inf is not a limit"),
+        (["--verify", "--memory", "0"], "--memory 0 is not a limit"),
     ],
 )
 def test_mistakes_are_one_line_with_what_is_expected(command, args, message):

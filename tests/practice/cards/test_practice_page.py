@@ -76,6 +76,7 @@ def test_a_review_on_the_page_is_graded_and_recorded(client):
     assert result["relations"][0] == {
         "text": "Twice the size is sent.",
         "sides": "16 (doubled) = 16",
+        "judged": True,
         "holds": True,
         "must_hold": True,
     }

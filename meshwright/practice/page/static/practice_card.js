@@ -24,6 +24,11 @@ function pictureBox(picture) {
 }
 
 function relationItem(relation) {
+  if (!relation.judged) {
+    const why = "stated for the default settings; this run does not decide it";
+    return el("li", {}, el("span", { class: "faint", "aria-label": why, title: why }, "·"), el("span", {}, inline(relation.text)),
+      el("span", { class: "sides" }, relation.sides));
+  }
   const right = relation.holds === relation.must_hold;
   const verdict = relation.must_hold ? (relation.holds ? "" : "does not hold") : relation.holds ? "is not refuted" : "refuted";
   return el("li", {}, el("span", { class: right ? "right" : "wrong", "aria-label": right ? "as stated" : "not as stated" }, right ? "✓" : "✗"),
@@ -175,10 +180,10 @@ export async function cardView(id, { position = "", next = "#/deck", nextLabel =
     done(card.card);
     const rated = result.recorded
       ? el("div", { class: "row" }, el("span", { class: `badge ${RATINGS[result.rating][1]}` }, result.rating), el("span", {}, `The card is due ${result.due}.`))
-      : el("p", { class: "message" }, "The review is not recorded.");
-    place.replaceChildren(el("div", { class: "stack-y" }, rated, ...(result.recorded ? grades(result) : [])));
+      : el("p", { class: "message" }, result.reason ? `The review is not recorded: ${result.reason}` : "The review is not recorded.");
+    place.replaceChildren(el("div", { class: "stack-y" }, rated, ...(result.graded ? grades(result) : [])));
     after.replaceChildren(section("Measured", el("div", { class: "stack-y" }, measured(card, result))),
-      ...(result.recorded ? [explanation(result.explanation, card.chapter)] : []), playground(card), el("div", { class: "row" }, again()));
+      ...(result.graded ? [explanation(result.explanation, card.chapter)] : []), playground(card), el("div", { class: "row" }, again()));
   }
 
   place.append(questionForm(card, submit, read));
