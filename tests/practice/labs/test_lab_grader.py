@@ -200,6 +200,9 @@ def test_unreadable_file_is_an_error(tmp_path):
     (tmp_path / "large.py").write_bytes(b"#" * (1 << 21))
     with pytest.raises(ConfigError, match="is larger than"):
         grade(small_lab(), tmp_path / "large.py")
+    (tmp_path / "nul.py").write_bytes(b"x = 1\n\0")
+    with pytest.raises(ConfigError, match="has a NUL byte at byte 6"):
+        grade(small_lab(), tmp_path / "nul.py")
     (tmp_path / "binary.py").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="not UTF-8"):
         grade(small_lab(), tmp_path / "binary.py")
