@@ -6,14 +6,18 @@ starts inherit. A process with either descends from the rank, whichever process 
 
 from __future__ import annotations
 
+import ctypes
 import os
 import signal
+import sys
 import time
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import NoReturn
 
 MARK = "MESHWRIGHT_DESCENDANT_OF"
 """The environment variable with the marks of all launchers and ranks that a process descends from."""
+PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37
 MAX_SCANS = 100
 """Scans after which processes that fork faster than they are killed are given up."""
 
@@ -39,6 +43,54 @@ def end_descendants(mark: str, session: int = 0) -> None:
             with suppress(OSError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(0.005)
+
+
+@contextmanager
+def orphans_ended() -> Iterator[None]:
+    """Kills, at the end, every process that was started inside and remains, also in a session of its own: on Linux,
+    this process becomes the parent of those whose parent has ended. No other thread may start a process meanwhile.
+    """
+    if sys.platform != "linux":
+        yield
+        return
+    prctl, before = ctypes.CDLL(None).prctl, ctypes.c_int(0)
+    known = set(find_children().get(os.getpid(), ()))
+    prctl(PR_GET_CHILD_SUBREAPER, ctypes.byref(before))
+    prctl(PR_SET_CHILD_SUBREAPER, 1)
+    try:
+        yield
+    finally:
+        end_children(known)
+        prctl(PR_SET_CHILD_SUBREAPER, before.value)
+
+
+def end_children(known: set[int]) -> None:
+    """Kills and reaps the children of this process that are not known, with all of their descendants."""
+    for _ in range(MAX_SCANS):
+        children = find_children()
+        found = [pid for pid in children.get(os.getpid(), ()) if pid not in known]
+        if not found:
+            return
+        tree = list(found)
+        for pid in tree:  # grows while it is walked
+            tree += children.get(pid, ())
+            with suppress(OSError):
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.005)
+        for pid in found:
+            with suppress(ChildProcessError):
+                os.waitpid(pid, os.WNOHANG)
+
+
+def find_children() -> dict[int, list[int]]:
+    """The processes of this machine by their parent. Those that have ended and were not reaped are among them."""
+    children: dict[int, list[int]] = {}
+    for name in os.listdir("/proc"):
+        if name.isdigit():
+            with suppress(OSError, IndexError), open(f"/proc/{name}/stat", "rb") as file:
+                parent = int(file.read().rpartition(b")")[2].split()[1])
+                children.setdefault(parent, []).append(int(name))
+    return children
 
 
 class DescendantGuard:

@@ -100,7 +100,7 @@ def brief(current: OpenIncident, json: bool) -> None:
 def answer_incident(session: IncidentSession, words: tuple[str, ...], json: bool) -> None:
     from meshwright.practice.incidents.answer import ask_answer, parse_answer
 
-    session.require_open()  # before a user answers five questions
+    session.require_fault()  # before a user answers five questions
     if words:
         answer = parse_answer(words)
     elif json or not sys.stdin.isatty():

@@ -35,6 +35,8 @@ def practice_interview(
 
     if not 1 <= limit <= 600:
         raise ConfigError(f"--limit {limit:g} is out of range", "expected 1 to 600 seconds")
+    if seed < 0:
+        raise ConfigError(f"--seed {seed} is negative", "expected 0 or more")
     if drill is not None:
         run_drill(drill, answer, seed, json)
         return

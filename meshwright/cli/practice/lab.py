@@ -85,10 +85,12 @@ def show_hint(lab: Lab, workspace: Workspace, json: bool) -> None:
 
 
 def reset_lab(lab: Lab, workspace: Workspace, json: bool) -> None:
+    from meshwright.practice.labs.texts import describe_problem
+
     path, backup = workspace.reset(lab)
     kept = f"; what it was is in {backup}" if backup else ""
     value = {"lab": lab.id, "file": str(path), "backup": str(backup) if backup else None}
-    emit(json, value, f"{path} is the starter{kept}")
+    emit(json, value, f"{describe_problem(lab, path)}\n{path} is the starter{kept}")
 
 
 def show_solution(lab: Lab, workspace: Workspace, force: bool, json: bool) -> None:
@@ -115,6 +117,7 @@ def grade_once(lab: Lab, workspace: Workspace, file: Path | None, limit: float, 
     if file is None:
         workspace.add_attempt(grading)
     failure = grading.first_failure
-    emit(json, results(lab.id, grading.checks, failure.message if failure else ""), describe_grading(grading, path))
+    text = describe_grading(grading, path, recorded=file is None)
+    emit(json, results(lab.id, grading.checks, failure.message if failure else ""), text)
     if not grading.passed:
         raise SystemExit(1)

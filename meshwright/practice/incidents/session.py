@@ -17,6 +17,7 @@ from typing import Any
 from meshwright.diagnose.finding import Finding
 from meshwright.errors import BusyError, ConfigError, MeshwrightError
 from meshwright.history.run_history import RunHistory
+from meshwright.io import printable
 from meshwright.practice.incidents.answer import IncidentAnswer
 from meshwright.practice.incidents.catalogue import CLASSES
 from meshwright.practice.incidents.evidence import find_causes, printed_lines
@@ -45,6 +46,7 @@ from meshwright.practice.progress import PracticeProgress, load_progress, progre
 from meshwright.telemetry.run_folder import RunFolder
 
 LOCK_FILE = ".lock"
+MAX_SHOWN_NAME = 40
 KEPT_RUNS = 5
 """Closed incidents whose run folders are kept."""
 HISTORY = "try meshwright practice incident --list"
@@ -118,7 +120,7 @@ class IncidentSession:
     def find_open(self) -> OpenIncident | None:
         """The open incident, if there is one. Its folder is valid: `close_lost` comes first."""
         for name, entry in sorted(self.progress.incidents.items(), reverse=True):
-            if isinstance(entry, dict) and entry.get("state") == "open":
+            if isinstance(entry, dict) and entry.get("state") == "open" and is_incident_name(name):
                 folder = incident_folder(name)
                 job = read_job(folder)
                 if job.status == "missing":
@@ -136,21 +138,27 @@ class IncidentSession:
         for name, entry in list(self.progress.incidents.items()):
             if not (isinstance(entry, dict) and entry.get("state") == "open"):
                 continue
-            try:
-                lost = not name.isdigit() or read_job(incident_folder(name)).status == "missing"
-                if not lost:
-                    read_seal(incident_folder(name), CLASSES)
-                    continue
-                reason = f"its folder {incident_folder(name)} is gone"
-            except ConfigError as error:
-                reason = error.message
-            stop_job(incident_folder(name))
-            self.notes.append(f"incident {name} cannot be answered any more and is closed: {reason}")
+            if is_incident_name(name):
+                folder = incident_folder(name)
+                try:
+                    if read_job(folder).status != "missing":
+                        read_seal(folder, CLASSES)
+                        continue
+                    reason = f"its folder {folder} is gone"
+                except ConfigError as error:
+                    reason = error.message
+                stop_job(folder)
+            else:
+                reason = f"{progress_file()} gives it a name that is not a number"
+            shown = printable(name[:MAX_SHOWN_NAME])
+            self.notes.append(f"incident {shown} cannot be answered any more and is closed: {reason}")
             self.record(name, {**entry, "state": "lost"})
 
     def delete_old_runs(self) -> None:
         """Deletes the run folders of old incidents; their scores and stories stay."""
-        closed = [row["incident"] for row in self.rows() if row.get("state") != "open" and row["incident"].isdigit()]
+        closed = [
+            row["incident"] for row in self.rows() if row.get("state") != "open" and is_incident_name(row["incident"])
+        ]
         for name in closed[:-KEPT_RUNS]:
             shutil.rmtree(incident_folder(name) / RUN_FOLDER, ignore_errors=True)
 
@@ -161,9 +169,19 @@ class IncidentSession:
             raise ConfigError("no incident is open", "try meshwright practice incident, which starts one")
         return found
 
+    def require_fault(self) -> OpenIncident:
+        """The open incident, if its fault has happened, or never will because the job has ended."""
+        current = self.require_open()
+        if current.job.status == "running" and not fault_has_happened(current.incident, current.history()):
+            raise ConfigError(
+                f"the fault of incident {current.name} has not happened yet, and the answer is not scored",
+                f"try meshwright diagnose {current.run}, and answer when it shows the fault",
+            )
+        return current
+
     def answer(self, answer: IncidentAnswer) -> ClosedIncident:
         """Stops the job, scores the answer and closes the incident."""
-        current = self.require_open()
+        current = self.require_fault()
         seconds = current.seconds
         findings = self.diagnose_and_stop(current)
         lines = printed_lines(current.folder, findings)
@@ -209,7 +227,7 @@ class IncidentSession:
     def newest_closed(self) -> ClosedIncident:
         """The newest incident that has ended, for another look at its story."""
         for name, entry in sorted(self.progress.incidents.items(), reverse=True):
-            if isinstance(entry, dict) and entry.get("state") in ("answered", "given up") and name.isdigit():
+            if isinstance(entry, dict) and entry.get("state") in ("answered", "given up") and is_incident_name(name):
                 folder = incident_folder(name)
                 return ClosedIncident(name, tell_story(read_seal(folder, CLASSES), folder, find_causes(folder)), None)
         raise ConfigError("no incident has been answered", "try meshwright practice incident, which starts one")
@@ -243,7 +261,20 @@ class IncidentSession:
     def rows(self) -> list[dict[str, Any]]:
         """The history of all incidents, oldest first. An open one does not tell its class."""
         entries = sorted(self.progress.incidents.items())
-        return [{"incident": name, **entry} for name, entry in entries if isinstance(entry, dict)]
+        return [{**entry, "incident": name} for name, entry in entries if isinstance(entry, dict)]
+
+
+def fault_has_happened(incident: PracticeIncident, history: RunHistory | None) -> bool:
+    """Whether the records have reached the step of the fault; a rank that hangs does not record that step itself."""
+    if history is None or not len(recorded := history.steps().step):
+        return False
+    window = incident.step_window(history)
+    return window is None or int(recorded.max()) + 1 >= window[0]
+
+
+def is_incident_name(name: str) -> bool:
+    """Whether a name from the progress file is one that `create_folder` gives. No other name becomes a path."""
+    return name.isascii() and name.isdigit() and len(name) == 4
 
 
 @contextmanager

@@ -93,8 +93,8 @@ def story_text(story: Story) -> str:
     lines.append(f"            {story.outcome}")
     lines += ["", "What meshwright diagnose says"]
     lines += [f"  {line}" for line in diagnosis_text(list(story.findings)).splitlines()] or ["  nothing: no records"]
-    verdict = "names the cause" if story.diagnose_names_it else "does not name the cause"
-    lines += ["", f"diagnose {verdict}. What shows it: {story.shown_by}.", "", "The right path"]
+    verdict = "names the cause" if story.diagnose_names_it else "does not name the cause in these records"
+    lines += ["", f"diagnose {verdict}. What shows it, once it has happened: {story.shown_by}.", "", "The right path"]
     for number, move in enumerate(story.path, 1):
         lines.append(f"  {number}. {move.symptom}")
         lines.append(f"     -> {move.interpretation}")

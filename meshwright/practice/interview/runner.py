@@ -12,6 +12,7 @@ from typing import Any
 
 from meshwright.config import LaunchConfig
 from meshwright.io import printable
+from meshwright.launch.descendants import orphans_ended
 from meshwright.practice.interview.rank.probes import in_rank
 from meshwright.practice.interview.rank.user_process import FILENAME, CallResult
 from meshwright.practice.interview.submission import Submission
@@ -39,7 +40,7 @@ class Runner:
         source, folder = self.submission.source, str(self.submission.path.resolve().parent)
         launch = LaunchConfig(rendezvous_timeout=30.0, collective_timeout=self.seconds, device="cpu")
         limit = self.seconds + GRACE
-        with hidden_cuda(not self.use_cuda):
+        with hidden_cuda(not self.use_cuda), orphans_ended():
             try:
                 ended: list[CallResult] = run_ranks(
                     in_rank,

@@ -66,7 +66,7 @@ def read_submission(path: Path) -> Submission:
         cells, remarks = notebook_cells(parse_json(content, str(path), EXPECTED), path)
     elif path.suffix == ".py":
         try:
-            cells, remarks = [("", content.decode())], []
+            cells, remarks = [("", content.decode("utf-8-sig"))], []
         except UnicodeDecodeError:
             raise ConfigError(f"{path} is not text in UTF-8", f"expected {EXPECTED}") from None
     else:
@@ -84,7 +84,8 @@ def read_submission(path: Path) -> Submission:
     except (SyntaxError, ValueError, RecursionError, MemoryError) as error:
         line = getattr(error, "lineno", None) or 0
         place = places[line - 1] if 1 <= line <= len(places) else "the file"
-        raise ConfigError(f"{path}, {place}: {getattr(error, 'msg', error)}", "expected valid Python") from None
+        reason = getattr(error, "msg", "") or str(error) or type(error).__name__
+        raise ConfigError(f"{path}, {place}: {reason}", "expected valid Python") from None
     return Submission(path, source, tuple(places), tuple(remarks), top_level_functions(tree))
 
 

@@ -53,6 +53,8 @@ class Grading:
 
 def read_source(path: Path) -> str:
     content = read_regular_file(path, MAX_SOURCE, str(path), "a file of a lab")
+    if (position := content.find(0)) >= 0:
+        raise ConfigError(f"{path} has a NUL byte at byte {position}", "expected a file of a lab, in UTF-8 text")
     try:
         return content.decode()
     except UnicodeDecodeError as error:

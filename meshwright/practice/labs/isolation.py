@@ -16,12 +16,13 @@ import signal
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, BinaryIO, NoReturn
 
-from meshwright.launch.descendants import end_descendants, lead_session
+from meshwright.launch.descendants import end_descendants, lead_session, orphans_ended
+from meshwright.launch.scratch_folder import ScratchFolder, remove_stale_folders
 from meshwright.parent_death import exit_with_parent
 
 MAX_OUTPUT, MAX_REPORTS = 16 << 10, 1 << 20
@@ -33,6 +34,7 @@ MAX_FILE = 256 << 20
 GRACE = 0.5
 """Seconds that the process has to write the lines in which it is."""
 POLL = 0.05
+FOLDER_PREFIX = "meshwright-lab-"
 
 Report = Callable[[dict[str, Any]], None]
 
@@ -57,8 +59,8 @@ def run_isolated(function: Callable[[Report], None], seconds: float) -> Isolated
     parent = os.getpid()
     sys.stdout.flush()
     sys.stderr.flush()
-    scratch_folder = tempfile.TemporaryDirectory(prefix="meshwright-lab-", ignore_cleanup_errors=True)
-    with scratch_folder as scratch, tempfile.TemporaryFile() as stack:
+    remove_stale_folders(FOLDER_PREFIX)
+    with scratch_folder() as scratch, tempfile.TemporaryFile() as stack, orphans_ended():
         pid = os.fork()
         if not pid:
             os.close(report_reader)
@@ -87,6 +89,16 @@ def run_isolated(function: Callable[[Report], None], seconds: float) -> Isolated
         stack.seek(0)
         where = stack.read(MAX_OUTPUT).decode(errors="replace")
     return IsolatedRun(parse_reports(reports.content), output.text(), status, timed_out, where)
+
+
+@contextmanager
+def scratch_folder() -> Iterator[str]:
+    """The folder of temporary files of one run. If this process is killed, the next run removes it."""
+    folder = ScratchFolder(FOLDER_PREFIX)
+    try:
+        yield str(folder.path)
+    finally:
+        folder.remove()
 
 
 def wait_for(pid: int, pipes: tuple[BoundedPipe, ...], seconds: float, reap: bool = True) -> int | None:

@@ -35,8 +35,8 @@ def describe_check(check: Check) -> list[str]:
     return [f"  FAIL  {check.name}", *shown]
 
 
-def describe_grading(grading: Grading, path: Path) -> str:
-    """Every check that ran, what the user's code printed, and the total."""
+def describe_grading(grading: Grading, path: Path, recorded: bool = True) -> str:
+    """Every check that ran, what the user's code printed, and the total. `recorded`: the progress counts it."""
     lines = [f"{grading.lab.title} ({path})"]
     for check in grading.checks:
         lines += describe_check(check)
@@ -47,7 +47,8 @@ def describe_grading(grading: Grading, path: Path) -> str:
     not_run = f", {len(grading.not_run)} did not run" if grading.not_run else ""
     lines.append(f"{done} of {total} checks pass{not_run}.")
     if grading.passed:
-        lines.append("The lab is done. --solution shows the reference solution.")
+        done_text = "The lab is done. --solution shows the reference solution."
+        lines.append(done_text if recorded else "The file passes. The progress does not change.")
     return "\n".join(lines)
 
 

@@ -9,17 +9,19 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+from recorded_history import RecordedRun
 
 from meshwright.cli.main import main
 from meshwright.errors import BusyError, ConfigError
 from meshwright.practice.incidents import job as jobs
 from meshwright.practice.incidents.catalogue import CLASSES
-from meshwright.practice.incidents.incident import draw_incident, write_seal
+from meshwright.practice.incidents.incident import Arrangement, draw_incident, write_seal
 from meshwright.practice.incidents.job import incident_folder, read_job, start_job, stop_job
-from meshwright.practice.incidents.session import IncidentSession
+from meshwright.practice.incidents.session import IncidentSession, fault_has_happened
 from meshwright.practice.progress import PracticeProgress, progress_file, save_progress
 from meshwright.telemetry.heartbeat import process_start
 
@@ -110,9 +112,44 @@ def test_hints_cost_points_and_end(open_incident, capsys):
     with pytest.raises(SystemExit) as refused:
         main(["practice", "incident", "--hint"])
     assert refused.value.code == 2
-    capsys.readouterr()
+    call(capsys, "--stop")
     score = call(capsys, "--answer", "class=straggler")["score"]
     assert (score["truth"], score["hint_cost"], score["total"]) == (40, 30, 10)
+
+
+def test_answer_before_the_fault_is_not_scored(open_incident, capsys):
+    with pytest.raises(SystemExit) as refused:
+        main(["practice", "incident", "--answer", "class=straggler"])
+    assert refused.value.code == 2
+    assert "the fault of incident 0001 has not happened yet" in capsys.readouterr().err
+    assert call(capsys, "--list")["incidents"][0]["state"] == "open"
+
+
+@pytest.mark.parametrize(("steps", "happened"), [(0, False), (5, False), (21, True)])
+def test_fault_has_happened_when_its_step_is_on_record(steps, happened, tmp_path):
+    incident = replace(draw_incident(7, CLASSES, "straggler", 40), arrangement=Arrangement((), 0, (20, 24)))
+    run = RecordedRun(tmp_path, ranks=1)
+    run.start()
+    for step in range(steps):
+        run.step(step)
+    assert fault_has_happened(incident, run.history()) == happened
+
+
+@pytest.mark.parametrize("state", ["open", "answered", "given up"])
+def test_name_that_is_not_a_number_never_becomes_a_path(state, home, monkeypatch, capsys):
+    def refuse(name):
+        raise AssertionError(name)
+
+    for module in ("session", "job"):
+        monkeypatch.setattr(f"meshwright.practice.incidents.{module}.incident_folder", refuse)
+    entry = {"state": state, "incident": 7}
+    save_progress(PracticeProgress(incidents={"../../x": entry, "\u0661\u0662\u0663\u0664": entry}), progress_file())
+    rows = call(capsys, "--list")["incidents"]
+    assert [row["incident"] for row in rows] == ["../../x", "\u0661\u0662\u0663\u0664"]
+    IncidentSession().delete_old_runs()
+    with pytest.raises(SystemExit):
+        main(["practice", "incident", "--story"])
+    assert "no incident" in capsys.readouterr().err
 
 
 def test_stop_ends_the_job_and_keeps_the_incident_open(open_incident, capsys):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from notebook_sources import script
 
@@ -96,3 +98,22 @@ def test_files_of_the_users_code_stay_in_the_scratch_folder(tmp_path, monkeypatc
     path.write_text(text)
     assert check_file(path, default_options(), True, (15,), 60).passed
     assert {each.name for each in tmp_path.iterdir()} == {"answer.py"}
+
+
+def test_process_that_leaves_the_session_ends_with_the_probe(tmp_path):
+    pids = tmp_path / "pids"
+    lines = (
+        "if not os.fork():",
+        "    os.setsid(); os.closerange(3, 1000)",
+        "    if not os.fork():",
+        f"        open({str(pids)!r}, 'a').write(f'{{os.getpid()}} '); time.sleep(600)",
+        "    os._exit(0)",
+        "os.wait()",
+        f"while not os.path.exists({str(pids)!r}): time.sleep(0.01)",
+        "raise RuntimeError('after the fork')",
+    )
+    text = script("good", (TRAIN, TRAIN + "".join(f"    {line}\n" for line in lines)))
+    assert "after the fork" in found(tmp_path, text)
+    started = pids.read_text().split()
+    assert started
+    assert not [pid for pid in started if Path("/proc", pid).exists()]

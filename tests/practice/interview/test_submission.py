@@ -85,6 +85,7 @@ def test_function_that_can_be_called_is_accepted(tmp_path, source):
         ("a.ipynb", b"[" * 100_000, "levels of nesting"),
         ("a.py", b"x = = 1\n", "line 1: invalid syntax"),
         ("a.py", b"\xff\xfe", "not text in UTF-8"),
+        ("a.py", b"-" * 200_000 + b"1", r"the file: \w"),
         ("a.py", b"x" * (5 << 20), "larger than"),
     ],
 )
@@ -102,3 +103,9 @@ def test_starter_has_every_signature_and_is_never_overwritten(tmp_path):
     with pytest.raises(ConfigError, match="exists"):
         write_starter(tmp_path / "new")
     assert all(function.signature in prompt_text() for function in CONTRACT.values())
+
+
+def test_byte_order_mark_is_accepted(tmp_path):
+    path = tmp_path / "a.py"
+    path.write_bytes(b"\xef\xbb\xbfdef f(): pass\n")
+    assert "f" in read_submission(path).functions

@@ -108,6 +108,39 @@ def test_forked_copy_neither_reports_nor_remains(tmp_path):
     assert not state.exists() or state.read_text().rpartition(")")[2].split()[0] == "Z"
 
 
+ESCAPE = (
+    "import os, time\n"
+    "def double(n):\n"
+    "    if not os.fork():\n"
+    "        os.setsid(); os.closerange(3, 1000)\n"
+    "        if os.fork(): os._exit(0)\n"
+    "        if os.fork(): open('PIDS', 'a').write(f'{os.getpid()} '); time.sleep(600)\n"
+    "        open('PIDS', 'a').write(f'{os.getpid()} '); time.sleep(600)\n"
+    "    os.wait()\n"
+    "    while not os.path.exists('PIDS') or len(open('PIDS').read().split()) < 2: time.sleep(0.01)\n"
+    "    return 2 * n\n"
+)
+"""Starts two processes in a session of their own, whose parents have ended, and returns when both run."""
+
+
+@pytest.mark.parametrize("on_ranks", [False, True])
+def test_processes_that_leave_the_session_end_with_the_grading(tmp_path, on_ranks):
+    grading = grade_text(tmp_path, ESCAPE.replace("PIDS", str(tmp_path / "pids")), on_ranks)
+    assert grading.passed
+    pids = (tmp_path / "pids").read_text().split()
+    assert len(pids) >= 2
+    assert not [pid for pid in pids if Path("/proc", pid).exists()]
+
+
+def test_folder_of_a_grading_that_was_killed_is_removed_by_the_next(tmp_path, monkeypatch):
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    stale = tmp_path / "meshwright-lab-killed"
+    stale.mkdir()
+    (stale / "lock").touch()
+    assert grade_text(tmp_path, "def double(n): return 2 * n").passed
+    assert [path.name for path in tmp_path.iterdir()] == ["double.py"]
+
+
 def test_forked_copy_that_returns_does_not_report_again(tmp_path):
     grading = grade_text(tmp_path, "import os\ndef double(n):\n    os.fork()\n    return 2 * n\n")
     assert grading.passed
@@ -167,6 +200,9 @@ def test_unreadable_file_is_an_error(tmp_path):
     (tmp_path / "large.py").write_bytes(b"#" * (1 << 21))
     with pytest.raises(ConfigError, match="is larger than"):
         grade(small_lab(), tmp_path / "large.py")
+    (tmp_path / "nul.py").write_bytes(b"x = 1\n\0")
+    with pytest.raises(ConfigError, match="has a NUL byte at byte 6"):
+        grade(small_lab(), tmp_path / "nul.py")
     (tmp_path / "binary.py").write_bytes(b"\xff\xfe")
     with pytest.raises(ConfigError, match="not UTF-8"):
         grade(small_lab(), tmp_path / "binary.py")

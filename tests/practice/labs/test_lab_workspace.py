@@ -19,6 +19,7 @@ from meshwright.practice.checks import Check
 from meshwright.practice.labs import watch
 from meshwright.practice.labs.grader import Grading
 from meshwright.practice.labs.registry import ORDER, load_lab
+from meshwright.practice.labs.texts import describe_grading
 from meshwright.practice.labs.watch import LabWatch, file_state
 from meshwright.practice.labs.workspace import LabRecord, Workspace
 from meshwright.practice.progress import progress_file
@@ -151,6 +152,20 @@ def test_mistyped_command_is_one_line_and_exit_code_2(tmp_path, monkeypatch, cap
     assert status == 2
     assert text in err
     assert err.count("\n") == 1
+
+
+def test_reset_shows_the_problem(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    status, out, _ = cli(capsys, "ring_all_reduce", "--reset")
+    assert status == 0
+    assert out.startswith(RING.title)
+    assert "Write these functions in practice/ring_all_reduce.py:" in out
+
+
+def test_file_that_passes_is_not_said_to_finish_the_lab():
+    passed = Grading(RING, (Check("file", True, "", "", ""),))
+    assert "The lab is done" in describe_grading(passed, Path("a.py"))
+    assert "The lab is done" not in describe_grading(passed, Path("a.py"), recorded=False)
 
 
 def test_hints_and_list_do_not_import_torch(tmp_path):
