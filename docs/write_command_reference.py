@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from pathlib import Path
 
 from meshwright.cli.args import Parser, build_parser
@@ -62,7 +63,8 @@ def argument_row(action: argparse.Action) -> str:
     names = ", ".join(f"`{name}`" for name in action.option_strings) or f"`{action.metavar}`"
     if action.option_strings and action.metavar:
         names = ", ".join(f"`{name} {action.metavar}`" for name in action.option_strings)
-    return f"| {names.replace('|', chr(92) + '|')} | {(action.help or '').replace('|', chr(92) + '|')} |"
+    meaning = (action.help or "").replace(sys.executable, "the interpreter that runs the command")
+    return f"| {names.replace('|', chr(92) + '|')} | {meaning.replace('|', chr(92) + '|')} |"
 
 
 if __name__ == "__main__":
