@@ -36,6 +36,8 @@ from meshwright.topology.schedules import SCHEDULES
 
 MAX_MEMORY_ESTIMATES = 250
 """The memory estimates of one search in addition to the first ones of each combination of degrees."""
+REFINED = 3
+"""Plans of which all smaller micro-batches are estimated, too."""
 MARGIN = 1.05
 """Degrees are searched if their optimistic step time is at most this multiple of the last plan of the list."""
 TIE_TOLERANCE = 0.01
@@ -119,6 +121,9 @@ def search(
         for candidate in feasible_candidates(cache, degrees, space, best):
             feasible.add(candidate)
             best.add(cache.estimate(candidate))
+    for candidate in smaller_micro_batches(cache, rank_estimates(best.plans.values())[:REFINED]):
+        feasible.add(candidate)
+        best.add(cache.estimate(candidate))
     ranked = rank_estimates(best.plans.values())
     feasible |= set(memory_saving_variants(cache, space, [Candidate.from_job(plan.job) for plan in ranked[:3]]))
     exact = reestimate_exactly(cache, ranked[:top])
@@ -322,6 +327,21 @@ def shard_group_layouts(
         if smallest < len(layouts):
             kept.add(layouts[smallest])
     return [layout for layout in layouts if layout in kept]
+
+
+def smaller_micro_batches(cache: CostCache, plans: Iterable[Estimate]) -> Iterator[Candidate]:
+    """Yields the first plans with smaller micro-batches. They are rarely faster: where the loss is computed in fewer
+    chunks, or where matrix products divide better over the multiprocessors.
+    """
+    if "batch.micro" in cache.work.pinned:
+        return
+    for plan in plans:
+        candidate, local = Candidate.from_job(plan.job), plan.job.batch.micro * plan.job.batch.accumulation
+        if candidate.layout.pipeline == 1:
+            for micro in (size for size in range(1, candidate.micro) if local % size == 0):
+                variant = replace(candidate, micro=micro)
+                if not cache.is_unsupported(variant) and cache.fits(variant):
+                    yield variant
 
 
 def memory_saving_variants(cache: CostCache, space: SearchSpace, first: list[Candidate]) -> Iterator[Candidate]:
