@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
 
@@ -64,7 +64,6 @@ class StageWatch:
     executed: str = ""
     alive: int = 0
     most: int = 0
-    seen: list[Any] = field(default_factory=list)
 
     def forward(self, _module: nn.Module, _args: Any, output: Tensor) -> None:
         self.executed += "F"
