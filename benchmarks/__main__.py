@@ -29,6 +29,7 @@ from benchmarks import (
     sampler,
     sampling,
     scale,
+    setups,
     throughput,
     tokenization,
     traces,
@@ -73,6 +74,7 @@ BENCHMARKS = (
     "sampling",
     "recovery",
     "scale",
+    "setups",
     "peer_memory",
     "traces",
     "object_store",
@@ -129,6 +131,8 @@ def main() -> None:
         result["recovery"] = recovery.measure()
     if "scale" in args.only:
         result["scale"] = scale.measure()
+    if "setups" in args.only:
+        result["setups"] = setups.measure()
     if "peer_memory" in args.only:
         result["peer_memory"] = peer_memory.measure()
     if "traces" in args.only:

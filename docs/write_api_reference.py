@@ -51,7 +51,9 @@ def find(module: str, name: str) -> tuple[Definition, str]:
     spec = importlib.util.find_spec(module)
     assert spec is not None, module
     assert spec.origin is not None, module
-    for node in ast.parse(Path(spec.origin).read_text()).body:
+    body = ast.parse(Path(spec.origin).read_text()).body
+    lazy = [node for each in body if isinstance(each, ast.If) for node in each.body]  # imports under TYPE_CHECKING
+    for node in (*body, *lazy):
         if isinstance(node, Definition) and node.name == name:
             return node, module
         if (

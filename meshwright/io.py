@@ -123,8 +123,10 @@ def parse_json(content: bytes, name: str, expected: str, *, unique_keys: bool = 
         value = json.loads(content.decode(), object_pairs_hook=unique_object if unique_keys else None)
     except RecursionError:
         raise too_deep from None
-    except ValueError as error:
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ConfigError(f"{name} is not JSON: {error}", f"expected {expected}") from None
+    except ValueError:  # Python's limit on the digits of an integer
+        raise ConfigError(f"{name} has a number with too many digits", f"expected {expected}") from None
     level, depth = [value], 0
     while level := [
         item
@@ -235,6 +237,11 @@ def format_seconds(seconds: float) -> str:
     if abs(seconds) >= 1 or seconds == 0:
         return f"{seconds:.3g} s" if abs(seconds) < 999.5 else f"{seconds:,.0f} s"
     return f"{seconds * 1e3:.3g} ms" if abs(seconds) >= 1e-3 else f"{seconds * 1e6:.3g} us"
+
+
+def format_number_of(count: int, name: str) -> str:
+    """Formats a number with what it counts: "1 layout", "1,024 layouts"."""
+    return f"{count:,} {name}{'' if count == 1 else 's'}"
 
 
 def format_clock(seconds: float) -> str:

@@ -29,6 +29,15 @@ from torch.nn.modules.batchnorm import _BatchNorm as BatchNormBase
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import TreeSpec, tree_flatten, tree_leaves, tree_unflatten
 
+from meshwright.fake_operators import (
+    LazyChunks,
+    RunOperator,
+    has_wrappers,
+    keep_sent_tensors,
+    run_fake_operator,
+    run_operator,
+)
+
 __all__ = [
     "BatchNormBase",
     "OpOverload",
@@ -41,14 +50,13 @@ __all__ = [
 """Names that are re-exported as they are."""
 
 foreach_norm = torch._foreach_norm
-foreach_mul_ = torch._foreach_mul_
-foreach_zero_ = torch._foreach_zero_
-foreach_add_ = torch._foreach_add_
-foreach_lerp = torch._foreach_lerp
-foreach_lerp_ = torch._foreach_lerp_
-foreach_sign_ = torch._foreach_sign_
-foreach_copy_ = torch._foreach_copy_
+foreach_mul_, foreach_add_ = torch._foreach_mul_, torch._foreach_add_
+foreach_lerp, foreach_lerp_ = torch._foreach_lerp, torch._foreach_lerp_
+foreach_sign_, foreach_copy_, foreach_zero_ = torch._foreach_sign_, torch._foreach_copy_, torch._foreach_zero_
 fused_adamw_ = torch._fused_adamw_
+
+backward_id: Callable[[], int] = torch._C._current_graph_task_id
+"""The number of the backward that runs on this thread; -1 if none does."""
 
 grouped_mm = getattr(F, "grouped_mm", None) or getattr(torch, "_grouped_mm", None)
 """(rows, one matrix per group, offs=end row of each group) -> rows. A public name in newer releases only."""
@@ -218,10 +226,16 @@ class StageWithFilteredP2P(PipelineStage):
         return vote_yes() if uses_fake_backend() else super()._warmup_backward_result(*args, **kwargs)
 
 
-def is_fake(tensor: Tensor) -> bool:
-    from torch._subclasses.fake_tensor import FakeTensor
+def initialize_stages(schedule: Any, stages: list[Any], kwargs: dict[str, Tensor], target: Tensor) -> None:
+    """Does what a pipeline schedule does once, in its first step: the stages allocate their receive buffers."""
+    for stage in stages:
+        stage.has_backward = True
+    initialize = getattr(schedule, "_initialize_stage", None) or schedule._initialize_stages
+    initialize((), kwargs, target)
 
-    return isinstance(tensor, FakeTensor)
+
+def is_fake(tensor: Tensor) -> bool:
+    return hasattr(tensor, "fake_mode")
 
 
 def storage_id(tensor: Tensor) -> int:
@@ -253,76 +267,72 @@ def clear_dtensor_cache() -> None:
 
 
 class FakeTensors:
-    """A FakeTensorMode whose collectives return at once. Tensors made inside `with fake.active():` may be used
-    outside.
+    """A FakeTensorMode whose collectives return at once. Tensors made inside `with fake.active(run):` may be used
+    outside. `run` runs every other operator.
     """
 
     def __init__(self) -> None:
-        from torch._subclasses.fake_tensor import FakeTensorMode
+        from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True)
+        self.mode, self.tensor_class = FakeTensorMode(allow_non_fake_inputs=True), FakeTensor
+        self.attributes: dict[torch.device, dict[str, Any]] = {}
+        """those of a new fake tensor, by device"""
 
     @contextmanager
-    def active(self) -> Iterator[None]:
-        with self.mode, FakeCollectives():  # type: ignore[no-untyped-call]
+    def active(self, run: RunOperator = run_operator) -> Iterator[None]:
+        with self.mode, FakeOperatorMode(partial(run_fake_operator, run)):
             yield
 
+    def new(self, size: Any, stride: Any, dtype: Any, device: Any, base: Tensor | None, offset: int) -> Tensor:
+        """A fake tensor, or a view of the storage of `base`. The constructor of fake tensors takes several times as
+        long as an operator on a small real tensor, so it is called once per device, and its result copied.
+        """
+        with torch._C._DisableTorchDispatch():
+            if base is None:
+                meta = torch.empty_strided(size, stride, dtype=dtype, device="meta")
+            else:
+                meta = torch.empty((0,), dtype=dtype, device="meta").set_(base.untyped_storage(), offset, size, stride)
+            if (attributes := self.attributes.get(device)) is None:
+                example = self.tensor_class(self.mode, torch.empty((0,), device="meta"), device)
+                attributes = self.attributes[device] = dict(vars(example))
+            tensor = Tensor._make_subclass(
+                self.tensor_class, meta, False, dispatch_device=True, device_for_backend_keys=device
+            )
+        torch._C._set_throw_on_mutable_data_ptr(tensor)
+        vars(tensor).update(attributes)
+        return tensor
 
-class FakeCollectives(TorchDispatchMode):
-    """Gives the result of a functional collective the storage that the collective wrote to; fake tensors would allocate
-    another one for wait_tensor. Also gives grouped_mm a shape in every dtype; torch's fake kernel knows bf16 only. A
-    condition on values is taken for true: models ask whether all of a mask is set, and then run without the mask.
+    @staticmethod
+    def run_kernel(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Runs the kernel of an operator that reads no data, without asking the mode for a result."""
+        with torch._C._DisableTorchDispatch():
+            return func(*args, **kwargs)
+
+
+class FakeOperatorMode(TorchDispatchMode):
+    """Runs operators on fake tensors by a function instead of torch's kernels. Nothing is compiled inside, and the mode
+    does without the wrapper that keeps torch.compile out, which takes longer than the mode itself.
     """
 
     supports_higher_order_operators = True
 
+    def __init__(self, run: RunOperator) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.run = run
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        namespace, name = getattr(func, "namespace", ""), func.__name__.partition(".")[0]
-        if namespace == "_c10d_functional" and name in ("wait_tensor", "_wrap_tensor_autograd"):
-            return args[0]
-        if namespace == "aten" and name == "_grouped_mm":
-            return fake_grouped_mm(*args, **(kwargs or {}))
-        if namespace == "aten" and name == "_local_scalar_dense" and args[0].dtype == torch.bool:
-            return True
-        return func(*args, **(kwargs or {}))
+        if func is device_of:  # C++ asks for the device of every tensor that it differentiates
+            return args[0].fake_device
+        if has_wrappers(types):
+            return NotImplemented
+        return self.run(func, args, kwargs or {})
 
 
-def fake_grouped_mm(a: Tensor, b: Tensor, offs: Tensor, **_kwargs: Any) -> Tensor:
-    """2D x 3D: rows times one matrix per group; 2D x 2D: one product per group of rows."""
-    if a.ndim == b.ndim:
-        return a.new_empty(len(offs), a.shape[0], b.shape[1])
-    return a.new_empty(a.shape[-2], b.shape[-1])
-
-
-class LazyChunks:
-    """The chunks of a parameter, created on access. FSDP2 reads its own and the first one; with thousands of ranks,
-    creating all of them takes minutes.
-    """
-
-    def __init__(self, tensor: Tensor, num_chunks: int, dim: int) -> None:
-        self.tensor, self.dim = tensor, dim
-        self.chunk_size = -(-tensor.size(dim) // num_chunks)
-
-    def __getitem__(self, index: int) -> Tensor:
-        size = self.tensor.size(self.dim)
-        start = min(index * self.chunk_size, size)
-        if start == size:
-            return self.tensor.new_empty(0)
-        return self.tensor.narrow(self.dim, start, min(self.chunk_size, size - start))
-
-
-class PendingP2P:
-    """A point-to-point transfer that keeps the tensors it sends alive until it is waited for, as a real one does."""
-
-    def __init__(self, work: dist.Work, ops: list[dist.P2POp]) -> None:
-        self.work, self.sent_tensors = work, [op.tensor for op in ops]
-
-    def wait(self) -> None:
-        self.work.wait()
-
-
-def keep_sent_tensors(send: Any) -> Any:
-    return lambda ops, *args, **kwargs: [PendingP2P(work, ops) for work in send(ops, *args, **kwargs)]
+device_of = torch.ops.prim.device.default
 
 
 @contextmanager

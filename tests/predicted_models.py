@@ -7,6 +7,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from gloo_threads import release_messages_at_once
 from torch import nn
 from torch.nn import functional as F
 
@@ -195,6 +196,7 @@ def config_for(ranks: int = 2, micro: int = 4, accumulation: int = 1, **layout: 
 
 def count_real_step(world: Any, config: RunConfig, name: str) -> Any:
     """The counters of the third step of a real run."""
+    release_messages_at_once()
     layout, batch = validate(config, own_model=True)
     data = sources(name)
     job = Job(config, batch, layout, data, folder=None, custom=custom_model(name))  # type: ignore[arg-type]

@@ -11,8 +11,8 @@ from meshwright.data.source import ConcatenatedSource, SyntheticSource
 from meshwright.data.stream import Stream
 from meshwright.optim.build import build_optimizer
 from meshwright.parallel.world import World
-from meshwright.planner.exact.comm_volume import CollectiveVolume
-from meshwright.planner.exact.state_memory import StateMemory
+from meshwright.planner.cost.comm_volume import CollectiveVolume
+from meshwright.planner.cost.peak_memory import StateMemory
 from meshwright.prover.shrink.sizes import fit_accumulation, shrink
 from meshwright.prover.shrink.source import MaskedSource
 from meshwright.topology.layout import Layout

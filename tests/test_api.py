@@ -288,7 +288,7 @@ def test_identity_error_advises_keyword_arguments_not_command_line_options(tmp_p
 
 def test_plan_takes_a_preset_or_a_config_and_returns_the_ranking():
     result = meshwright.plan("llama-8b", "h100:8", top=3)
-    assert result.chosen is result.search.ranked[0]
+    assert result.chosen.job == result.search.ranked[0].job
     fixed = meshwright.plan(RunConfig(), "h100:2", batch=32, overrides=["layout.tensor=2"])
     assert fixed.chosen.job.layout.tensor == 2
     assert fixed.chosen.job.batch.global_ == 32

@@ -65,8 +65,9 @@ class Session:
             row["error"] = f"{type(error).__name__}: {error}"[:300]
         free_memory(self.device)
         row["seconds"] = round(time.monotonic() - begin, 1)
-        rows = [other for other in self.result["rows"] if (other["row"], other["model"]) != (name, model)]
-        self.result["rows"] = [*rows, row]
+        rows = self.result["rows"]
+        index = next((i for i, other in enumerate(rows) if (other["row"], other["model"]) == (name, model)), len(rows))
+        rows[index : index + 1] = [row]  # a row that is measured again keeps its place in the tables
         self.write()
         report(describe(row))
 

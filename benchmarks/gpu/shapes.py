@@ -80,7 +80,7 @@ class Shape:
 SHAPES = {
     "a": Shape("a", "GPT-2 of 124M", "gpt2", 12, 768, 12, 12, 3072, 50304, True, 32, 1024, steps=20),
     "b": Shape("b", "Llama of 1.2B", "llama", 16, 2048, 32, 8, 8192, 128256, True, 4, 4096, steps=6),
-    "c": Shape("c", "8 layers of Llama 8B", "llama", 8, 4096, 32, 8, 14336, 128256, False, 2, 8192, steps=4),
+    "c": Shape("c", "8 layers of Llama 8B", "llama", 8, 4096, 32, 8, 14336, 128256, False, 2, 8192, steps=6),
 }
 EXPERTS = Shape("experts", "16 experts, top 2, 3B", "llama", 16, 2048, 32, 8, 1792, 32768, True, 4, 4096, 16, 2, 6)
 """A model of experts, and below it a dense model with as many active parameters per token."""

@@ -17,17 +17,17 @@ from meshwright.io import format_bytes
 from meshwright.models.registry import model_architecture, run_spec
 from meshwright.planner.calibration.corrections import Corrections
 from meshwright.planner.calibration.estimator import estimate
-from meshwright.planner.cost.activations import block_activations
+from meshwright.planner.cost.comm_volume import comm_volume
 from meshwright.planner.cost.estimate import Estimate
-from meshwright.planner.cost.in_flight import peak_candidates
-from meshwright.planner.cost.peak_memory import activation_settings
-from meshwright.planner.exact.comm_volume import comm_volume
-from meshwright.planner.exact.state_memory import StateMemory, state_memory
+from meshwright.planner.cost.peak_memory import StateMemory, activation_settings, state_memory
+from meshwright.planner.cost.terms.activations import block_activations
 from meshwright.planner.hardware.links import collective_seconds, group_placement
 from meshwright.planner.hardware.resolve_cluster import resolve_cluster
 from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.topology.collectives import wire_fraction
 from meshwright.topology.layout import Layout
+from meshwright.topology.schedule_orders import action_orders
+from meshwright.topology.schedule_timeline import peak_in_flight
 from meshwright.topology.schedules import SCHEDULES
 
 LEVELS = {"none": "DDP", "optimizer": "ZeRO-1", "gradients": "ZeRO-2", "parameters": "ZeRO-3, FSDP2"}
@@ -188,8 +188,8 @@ def bubble_table(schedule: str, micro_batches: int, *ranks: int) -> str:
 
 def in_flight(schedule: str, ranks: int, micro_batches: int, rank: int = 0) -> int:
     """Micro-batches whose activations a pipeline rank holds at its peak."""
-    points = peak_candidates(schedule, ranks, micro_batches, SCHEDULES[schedule].default_stages, rank)
-    return max(sum(point.in_flight) for point in points)
+    order = action_orders(schedule, ranks, micro_batches, SCHEDULES[schedule].default_stages)[rank]
+    return peak_in_flight(order)
 
 
 def in_flight_list(schedule: str, ranks: int, micro_batches: int) -> str:
@@ -286,26 +286,15 @@ def adam_difference(first: float, second: float) -> str:
     return f"{update((first + second) / 2):.3g} and {(update(first) + update(second)) / 2:.3g}"
 
 
-def what_it_removes(before: dict[str, Any], step: dict[str, Any]) -> str:
-    """What a step of the ladder removes; less than 5 % of a bottleneck that stays is called nothing, and the step time
-    is given instead.
-    """
-    old, new = before["bottleneck"], step["bottleneck"]
-    if old["kind"] != new["kind"] or new["excess"] < 0.95 * old["excess"]:
-        return str(step["resolved"])
-    gain = 1 - step["plan"]["seconds"] / before["plan"]["seconds"]
-    return f"nothing of the bottleneck ({step['resolved']}); the step is {gain:.1%} shorter"
-
-
 def ladder_table(model: str, cluster: str) -> str:
     """The steps from DDP to the plan of a preset, as a table."""
     from figures import command_json
 
     steps: list[dict[str, Any]] = command_json(f"meshwright plan {model} --cluster {cluster} --json")["ladder"]
     rows = ["| step | peak memory | step time | what it removes | bottleneck that remains |", "|---|---|---|---|---|"]
-    for before, step in zip([None, *steps], steps, strict=False):
+    for step in steps:
         plan = step["plan"]
-        removed = "the start" if before is None else what_it_removes(before, step)
+        removed = step["resolved"] or "the start"
         cells = [format_bytes(plan["memory"]["total"]), f"{plan['seconds']:.3g} s", removed]
         rows.append(f"| {step['name']} | {' | '.join(cells)} | {step['bottleneck']['message']} |")
     return "\n".join(rows)

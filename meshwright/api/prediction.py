@@ -45,6 +45,12 @@ def plan(
     critical_batch: float | None = None,
     overrides: Sequence[str] = (),
     plan_file: str = "PLAN.toml",
+    headroom: float | None = None,
+    trainer: str = "meshwright",
+    every_plan: bool = False,
+    tokens: float | None = None,
+    price: float | None = None,
+    expert_load: float | str | Path | None = None,
 ) -> PlanResult:
     """Searches for the fastest layout of a model on a cluster. Needs no devices, and imports torch only for a model of
     one's own, which is traced on fake tensors.
@@ -71,6 +77,13 @@ def plan(
         critical_batch: critical batch size in tokens, for ``scale``. Default: estimated from the model size.
         overrides: config keys to fix, such as ``["layout.tensor=8"]``; the search keeps them.
         plan_file: name of the run file in the commands that the explanation suggests.
+        headroom: share of device memory that a plan leaves free. Default: 0.08.
+        trainer: trainer to plan for, such as ``"megatron"`` or ``"torchtitan"``: its layouts, speed and FLOP count.
+        every_plan: if True, the ranking has all plans, and not only the best of each family of similar plans.
+        tokens: token budget of the training run, whose GPU-hours and energy are stated.
+        price: price of a GPU-hour, for the cost of ``tokens``.
+        expert_load: load of the busiest expert-parallel rank as a multiple of the mean, or the folder of a finished run
+            whose measured loads are used. Default: a balanced load.
 
     Returns:
         PlanResult: the ranking, the chosen plan with predicted step time and memory, and its explanation.
@@ -83,8 +96,12 @@ def plan(
     assert not isinstance(model, str | Path | RunConfig)
     user = UserCode(model, loss, source, parallel_spec, collate, reduction=reduction, init=init)
     with errors_for_python():
-        workload = plan_workload(config, user, cluster, overrides, batch, sequence, precision)
-        return plan_run(workload, cluster, ranks, choice, top, scale, critical_batch, plan_file)
+        workload = plan_workload(
+            config, user, cluster, overrides, batch, sequence, precision, headroom, trainer, expert_load
+        )
+        return plan_run(
+            workload, cluster, ranks, choice, top, scale, critical_batch, plan_file, every_plan, tokens, price
+        )
 
 
 def plan_run(
@@ -96,6 +113,9 @@ def plan_run(
     scale: bool,
     critical_batch: float | None,
     plan_file: str,
+    every_plan: bool = False,
+    tokens: float | None = None,
+    price: float | None = None,
 ) -> PlanResult:
     """Plans a workload on so many devices of a cluster."""
     from meshwright.planner.hardware.resolve_cluster import resolve_cluster, with_whole_nodes
@@ -103,6 +123,10 @@ def plan_run(
 
     if critical_batch is not None and not 0 < critical_batch < float("inf"):
         raise ConfigError(f"critical batch {critical_batch} is out of range", "expected a number of tokens above 0")
+    if price is not None and not 0 <= price < float("inf"):
+        raise ConfigError(f"price {price} is out of range", "expected the price of a GPU-hour")
+    if price is not None and tokens is None:
+        raise ConfigError("a price is given without a token budget", "expected the tokens of the training run, too")
     devices = resolve_cluster(cluster)
     if ranks is not None:
         if not 1 <= ranks <= devices.device_count:
@@ -110,7 +134,7 @@ def plan_run(
                 f"{ranks} ranks on {devices.device_count} devices", f"expected 1 to {devices.device_count} ranks"
             )
         devices = with_whole_nodes(devices, ranks)
-    return make_plan(workload, devices, choice, top, scale, critical_batch, plan_file)
+    return make_plan(workload, devices, choice, top, scale, critical_batch, plan_file, every_plan, tokens, price)
 
 
 def plan_workload(
@@ -121,10 +145,35 @@ def plan_workload(
     batch: int | None = None,
     sequence: int | None = None,
     precision: str | None = None,
+    headroom: float | None = None,
+    trainer: str = "meshwright",
+    expert_load: float | str | Path | None = None,
 ) -> Workload:
     """Describes what is to be planned: the model of a config or of a name, or the user's model with that config, which
     is traced in the precision that it has on the cluster.
     """
+    from meshwright.planner.search.trainer_rules import validate_options
+    from meshwright.planner.workload.workload_args import for_trainer
+
+    work = described_workload(config, user, cluster, overrides, batch, sequence, precision)
+    work = for_trainer(work, trainer, headroom)
+    validate_options(work, overrides)
+    if expert_load is None:
+        return work
+    from meshwright.api.expert_load import with_expert_load
+
+    return with_expert_load(work, expert_load)
+
+
+def described_workload(
+    config: str | Path | RunConfig | None,
+    user: UserCode,
+    cluster: str,
+    overrides: Sequence[str],
+    batch: int | None,
+    sequence: int | None,
+    precision: str | None,
+) -> Workload:
     from meshwright.planner.workload.workload_args import build_workload, split_overrides, workload_from_config
 
     if user.model is None:

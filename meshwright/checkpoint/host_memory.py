@@ -70,10 +70,17 @@ def unlock_pages(memory: Tensor, locked: Future[None]) -> None:
 
 
 class CopyStream:
-    """A CUDA stream whose copies run beside the next forward and backward pass of the current stream."""
+    """A CUDA stream whose copies run beside the next forward and backward pass of the current stream.
+
+    All streams of a process queue copies to the host in one hardware queue, and CUDA queues an event of a stream behind
+    the last operation of the stream. A step ends with a small copy to the host, so that the first event of the next
+    step would wait for all copies of this stream, and the step with it, unless a kernel precedes the event.
+    """
 
     def __init__(self, device: torch.device) -> None:
         self.device, self.stream = device, torch.cuda.Stream(device)
+        self.kernels = torch.zeros((), device=device)
+        """Incremented by a kernel of the current stream."""
         self.copied, self.blocked, self.released = (torch.cuda.Event(enable_timing=True) for _ in range(3))
 
     @contextmanager
@@ -83,6 +90,7 @@ class CopyStream:
         with torch.cuda.stream(self.stream):
             yield
             self.copied.record()
+        self.kernels.add_(1)
 
     def block_current(self) -> None:
         """Make the current stream wait for the copies; the host does not wait."""

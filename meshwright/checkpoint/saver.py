@@ -28,7 +28,7 @@ from meshwright.checkpoint.listing import RunLineage, checkpoint_folder, read_fe
 from meshwright.checkpoint.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, Manifest
 from meshwright.checkpoint.retention import RetentionPolicy
 from meshwright.checkpoint.shards import ShardWriter
-from meshwright.checkpoint.stager import HostStager, is_finite
+from meshwright.checkpoint.stager import HostStager, first_nonfinite
 from meshwright.checkpoint.state import CheckpointState
 from meshwright.checkpoint.verify import DIGEST_THREADS, verify_content, verify_file
 from meshwright.config import BLOCK_SIZES, BlockSizes, CheckpointConfig
@@ -326,7 +326,7 @@ class CheckpointSaver:
     def _check_agreement(self, metadata: CheckpointMetadata, state: dict[str, LocalShard], stager: HostStager) -> None:
         """Before any rank writes: raise on every rank if one is not finite, or if replicas differ."""
         step = metadata.step
-        nonfinite = next((name for name, shard in state.items() if not is_finite(name, shard.local)), "")
+        nonfinite = first_nonfinite({name: shard.local for name, shard in state.items()})
         digests = stager.replicas.digests(stager.checksums)
         rows = self._all_gather(bool(nonfinite), *metadata.model_use, *digests)
         pipeline_ranks = [self.layout.coordinates(rank)["pipeline"] for rank in range(len(rows))]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import difflib
 import errno
+import io
 import os
 import sys
 from collections.abc import Iterable, Sequence
@@ -90,6 +91,7 @@ Exit codes: 0 done or already complete, 1 unexpected error, 2 invalid config, 3 
 def main(argv: Sequence[str] | None = None) -> None:
     """Runs a verb. A user's mistake is reported in one line on standard error, with the exit code of its kind."""
     open_missing_streams()
+    replace_unencodable_text()
     ignore_invalid_terminal_size()
     try:
         dispatch(list(sys.argv[1:] if argv is None else argv))
@@ -166,6 +168,12 @@ def open_missing_streams() -> None:
             os.fstat(number)
         except OSError:
             os.open(os.devnull, os.O_RDWR)
+
+
+def replace_unencodable_text() -> None:
+    """Prints "?" for letters that the encoding of standard output does not have, where Python raises an error."""
+    if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+        sys.stdout.reconfigure(errors="replace")
 
 
 def ignore_invalid_terminal_size() -> None:

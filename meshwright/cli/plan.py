@@ -28,7 +28,31 @@ def plan(
     batch: Annotated[int | None, option("N", "samples per optimizer step, over all ranks (default: the run's)")] = None,
     sequence: Annotated[int | None, option("N", "tokens per sample (default: the run's)")] = None,
     precision: Annotated[str | None, option("DTYPE", "fp32, bf16, fp16, fp64, fp8 or fp4 (default: the run's)")] = None,
+    trainer: Annotated[
+        str,
+        option(
+            "NAME",
+            "trainer to plan for: meshwright, megatron, nemo, torchtitan, deepspeed, llm-foundry, nanotron, meta-2024, "
+            "hai-llm; its layouts, speed and FLOP count",
+        ),
+    ] = "meshwright",
+    headroom: Annotated[
+        float | None, option("SHARE", "share of device memory that a plan leaves free (default: 0.08)")
+    ] = None,
+    expert_load: Annotated[
+        str | None,
+        option(
+            "LOAD",
+            "load of the busiest expert-parallel rank relative to the mean, such as 1.3, or a run folder with measured "
+            "loads (default: 1)",
+        ),
+    ] = None,
     top: Annotated[int, option("K", "number of plans to list")] = 5,
+    all: Annotated[bool, flag("list similar plans, too, not only the best one of each family of layouts")] = False,
+    tokens: Annotated[
+        str | None, option("TOKENS", "token budget, such as 15T or 300B: also state its GPU-hours and energy")
+    ] = None,
+    price: Annotated[float | None, option("PRICE", "price of a GPU-hour, for the cost of --tokens")] = None,
     explain: Annotated[
         tuple[int, ...] | None, option("K", "explain the best plan, or the K-th of the list, in five parts")
     ] = None,
@@ -39,8 +63,12 @@ def plan(
     json: Json = False,
     html: Annotated[Path | None, option("FILE", "write the full result as one HTML page")] = None,
     replay: Annotated[
-        Path | None, option("RUNS.json", "predict published runs instead, and show the error of each prediction")
+        Path | None,
+        option("RUNS", "predict the published runs of a file, or replay a folder of own runs; show the errors"),
     ] = None,
+    leave_one_out: Annotated[
+        bool, flag("with --replay: also the errors of constants fitted without each source, and without each device")
+    ] = False,
     out: Annotated[
         Path | None, option("PLAN.toml", "write the plan as a run file, and its figures as JSON next to it")
     ] = None,
@@ -49,8 +77,15 @@ def plan(
     overrides: tuple[str, ...] = (),
 ) -> None:
     """Plan: find the best layout of a model on a cluster, and explain it; config keys that you set are kept."""
+    if leave_one_out and (replay is None or replay.is_dir()):
+        raise ConfigError("--leave-one-out is for published runs", "expected --replay RUNS.json, too")
     if replay is not None:
-        replay_published_runs(replay, json)
+        if config is not None:
+            raise ConfigError(f"--replay plans no model, but {config} is given", "try it without the model")
+        if replay.is_dir():
+            replay_own_runs(replay, json)
+        else:
+            replay_published_runs(replay, json, leave_one_out)
         return
     if config is None and "model" not in entry_points:
         raise ConfigError("no model is given", "try meshwright plan MODEL, or meshwright plan --replay RUNS.json")
@@ -61,13 +96,18 @@ def plan(
     from meshwright.launch.user_code.entry_points import load_user_code
     from meshwright.observe.plan.plan_text import show_plan
     from meshwright.planner.calibration.prediction import prediction_record
-    from meshwright.planner.search.plan_result import plan_json, plan_toml
+    from meshwright.planner.search.plan_result import plan_json, plan_toml, trainable_config
+    from meshwright.planner.search.run_cost import parse_tokens
 
     for name, number in (("--ranks", ranks), ("--batch", batch), ("--sequence", sequence), ("--top", top)):
         if number is not None and not 1 <= number <= MAX_SIZE:
             raise ConfigError(f"{name} {str(number)[:24]} is out of range", f"expected 1 to {MAX_SIZE:,}")
     if explain is not None and len(explain) > 1:
         raise ConfigError(f"--explain {' '.join(map(str, explain))} names more than one plan", "expected --explain K")
+    if explain and not 1 <= explain[0] <= top:
+        raise ConfigError(
+            f"--explain {explain[0]}: the list has {top} plans", f"expected 1 to {top}, or a larger --top"
+        )
     if out is not None and out.suffix != ".toml":
         raise ConfigError(f"--out {out} is not a TOML file", "expected a name that ends in .toml")
     if out is not None and html in (out, out.with_suffix(".json")):
@@ -76,9 +116,15 @@ def plan(
     for path, argument in written:
         if path is not None:
             output_file(path, argument)
-    workload = plan_workload(config, load_user_code(entry_points), cluster, overrides, batch, sequence, precision)
-    choice = explain[0] if explain else 1
-    result = plan_run(workload, cluster, ranks, choice, top, scale, critical_batch, str(out or "PLAN.toml"))
+    user = load_user_code(entry_points)
+    workload = plan_workload(
+        config, user, cluster, overrides, batch, sequence, precision, headroom, trainer, expert_load
+    )
+    if out is not None:
+        trainable_config(workload)
+    choice, file = explain[0] if explain else 1, str(out or "PLAN.toml")
+    budget = parse_tokens(tokens) if tokens is not None else None
+    result = plan_run(workload, cluster, ranks, choice, top, scale, critical_batch, file, all, budget, price)
     if out is not None:
         write_output(out, plan_toml(result), "--out")
         write_output(out.with_suffix(".json"), dumps(prediction_record(result.chosen), indent=1) + "\n", "--out")
@@ -95,16 +141,28 @@ def plan(
             emit_text(f"written: {path}")
 
 
-def replay_published_runs(records: Path, json: bool) -> None:
+def replay_published_runs(records: Path, json: bool, leave_one_out: bool) -> None:
     """Predicts published runs and shows the error of each prediction."""
     from meshwright.observe.plan.replay_text import show_replay
     from meshwright.planner.calibration.replay import replay
 
-    result = replay(records)
+    result = replay(records, leave_one_out)
     if json:
         emit_json(result)
     else:
         show_replay(result)
+
+
+def replay_own_runs(folder: Path, json: bool) -> None:
+    """Shows the error of the predictions of finished runs, before and after corrections by the other runs."""
+    from meshwright.observe.plan.own_runs_text import show_own_runs
+    from meshwright.planner.calibration import own_runs
+
+    result = own_runs.replay_own_runs(folder)
+    if json:
+        emit_json(result)
+    else:
+        show_own_runs(result)
 
 
 def plan_schedule(

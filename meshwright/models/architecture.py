@@ -1,13 +1,17 @@
-"""The sizes of a transformer: dense or MoE, with multi-head, grouped-query or latent attention; torch-free.
+"""The sizes of a decoder: dense or MoE, of attention, state-space and linear-attention layers; torch-free.
 
 The planner's formulas read them. They cover more than the families here: published models that Meshwright plans only.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import ClassVar, Literal
+
+from meshwright.models.block_kinds import BlockKind, LinearAttention, StateSpace, attended_tokens
 
 
 @dataclass(frozen=True)
@@ -88,11 +92,35 @@ class Architecture:
     """leading layers of an MoE model that have a dense feed-forward"""
     latent_attention: LatentAttention | None = None
     """sizes of multi-head latent attention; None for other attention"""
+    layer_kinds: tuple[BlockKind, ...] = ()
+    """the kind of every layer of a hybrid model; empty if all layers have full attention and a feed-forward"""
+    state_space: StateSpace | None = None
+    """sizes of the state-space layers among `layer_kinds`"""
+    linear_attention: LinearAttention | None = None
+    """sizes of the linear-attention layers among `layer_kinds`"""
+    attention_gate: bool = False
+    """whether a gate as wide as the queries scales the output of attention"""
+    attention_sinks: bool = False
+    """whether every query head has a learned sink"""
+    expert_bias: bool = False
+    """whether routed experts and the router have biases"""
+    routing_groups: int = 0
+    """groups that the experts are divided into for the choice of a token's experts; 0 for one"""
+    routing_groups_active: int = 0
+    """groups that the experts of a token are chosen from"""
 
     loss_in_head_unit: ClassVar[bool] = True
     """whether the loss runs inside the FSDP unit of the head"""
     axes: ClassVar[frozenset[str]] = frozenset(("shard", "tensor", "pipeline", "context", "expert"))
     """axes of parallelism, besides replication, that can serve the model"""
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, field.name) for field in fields(self)))
+
+    def __hash__(self) -> int:
+        """Computed once: the planner's caches look it up often."""
+        return self._hash
 
     @property
     def ffn_matrices(self) -> int:
@@ -103,7 +131,8 @@ class Architecture:
     def attention_parameters(self) -> int:
         """Parameters in the matrices of one layer's attention."""
         if self.latent_attention is None:
-            return self.width * self.head_dim * (2 * self.heads + 2 * self.kv_heads)
+            query_heads = (3 if self.attention_gate else 2) * self.heads
+            return self.width * self.head_dim * (query_heads + 2 * self.kv_heads)
         mla = self.latent_attention
         query_dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim
         queries = (
@@ -122,12 +151,80 @@ class Architecture:
 
     @property
     def expert_parameters(self) -> int:
-        """Parameters in the matrices of one expert."""
-        return self.ffn_matrices * self.width * self.expert_ffn
+        """Parameters in the matrices of one expert, and its biases."""
+        bias = (self.ffn_matrices - 1) * self.expert_ffn + self.width if self.expert_bias else 0
+        return self.ffn_matrices * self.width * self.expert_ffn + bias
 
     def is_moe_layer(self, layer: int) -> bool:
         """Whether the layer has experts."""
-        return self.experts > 0 and layer >= self.dense_layers
+        return self.block_kind(layer).ffn == "moe"
+
+    def block_kind(self, layer: int) -> BlockKind:
+        """The kind of a layer."""
+        if self.layer_kinds:
+            return self.layer_kinds[layer]
+        return BlockKind(ffn="moe" if self.experts and layer >= self.dense_layers else "dense")
+
+    @cached_property
+    def kind_counts(self) -> dict[BlockKind, int]:
+        """The kinds of the layers, each with its number of layers."""
+        return dict(Counter(self.block_kind(layer) for layer in range(self.layers)))
+
+    def kinds(self, moe: bool) -> tuple[tuple[BlockKind, float], ...]:
+        """The kinds of the layers with experts, or of those without, each with its share of them. Hybrid models repeat
+        a short pattern, so that every pipeline stage has about the same shares.
+        """
+        if not self.layer_kinds:
+            return ((BlockKind(ffn="moe" if moe else "dense"), 1.0),)
+        return self._shares[moe]
+
+    @cached_property
+    def _shares(self) -> dict[bool, tuple[tuple[BlockKind, float], ...]]:
+        shares = {}
+        for moe in (False, True):
+            own = {kind: count for kind, count in self.kind_counts.items() if (kind.ffn == "moe") == moe}
+            total = sum(own.values())
+            shares[moe] = tuple((kind, count / total) for kind, count in own.items())
+        return shares
+
+    @property
+    def attention_share(self) -> float:
+        """The share of the layers that have attention, whose keys and values context-parallel ranks exchange."""
+        return sum(count for kind, count in self.kind_counts.items() if kind.has_attention) / self.layers
+
+    def mean(self, moe: bool, value: Callable[[BlockKind], float]) -> float:
+        """The mean of a value over the layers with experts, or over those without."""
+        return sum(share * value(kind) for kind, share in self.kinds(moe))
+
+    def mixer_parameters(self, kind: BlockKind) -> int:
+        """Parameters in the matrices of a layer's mixer."""
+        if kind.has_attention:
+            return self.attention_parameters
+        sizes = self.linear_attention if kind.mixer == "linear" else self.state_space
+        return sizes.matrix_parameters(self.width) if kind.has_scan and sizes is not None else 0
+
+    def mixer_flops(self, kind: BlockKind, sequence: int) -> float:
+        """FLOPs per token of a layer's mixer in forward, without its matrices."""
+        if kind.has_attention:
+            window = self.sliding_window if kind.mixer == "window" else 0
+            return 2.0 * attended_tokens(sequence, window) * self.attention_width
+        sizes = self.linear_attention if kind.mixer == "linear" else self.state_space
+        return sizes.scan_flops() if kind.has_scan and sizes is not None else 0.0
+
+    def cache_elements(self, sequence: int) -> float:
+        """Elements of keys, values and states of one sequence in generation, over all layers."""
+        total = 0.0
+        for layer in range(self.layers):
+            kind = self.block_kind(layer)
+            if kind.has_attention:
+                tokens = min(sequence, self.sliding_window) if kind.mixer == "window" else sequence
+                mla = self.latent_attention
+                total += tokens * (
+                    mla.kv_lora_rank + mla.qk_rope_head_dim if mla else 2 * self.kv_heads * self.head_dim
+                )
+            sizes = self.linear_attention if kind.mixer == "linear" else self.state_space
+            total += sizes.cache_elements if kind.has_scan and sizes is not None else 0
+        return total
 
     @property
     def all_expert_parameters(self) -> int:
@@ -137,14 +234,21 @@ class Architecture:
     @property
     def moe_layers(self) -> int:
         """Number of layers with experts."""
+        if self.layer_kinds:
+            return sum(kind.ffn == "moe" for kind in self.layer_kinds)
         return max(0, self.layers - self.dense_layers) if self.experts else 0
 
     def active_matrix_parameters(self, layer: int) -> int:
         """Parameters in the matrices of a layer that one token uses."""
-        if not self.is_moe_layer(layer):
-            return self.attention_parameters + self.ffn_parameters
+        return self.active_kind_parameters(self.block_kind(layer))
+
+    def active_kind_parameters(self, kind: BlockKind) -> int:
+        """Parameters in the matrices of a layer of a kind that one token uses."""
+        mixer = self.mixer_parameters(kind)
+        if kind.ffn != "moe":
+            return mixer + (self.ffn_parameters if kind.ffn == "dense" else 0)
         active = (self.experts_active + self.experts_shared) * self.expert_parameters
-        return self.attention_parameters + active + self.width * (self.experts + self.shared_expert_gate)
+        return mixer + active + self.width * (self.experts + self.shared_expert_gate)
 
     def matrix_parameters(self, layer: int) -> int:
         """Parameters in all matrices of a layer."""
@@ -153,16 +257,26 @@ class Architecture:
 
     @property
     def vector_parameters(self) -> int:
-        """Parameters in one layer's norms and biases."""
-        norms = (4 if self.post_norms else 2) * self.width * (2 if self.norm == "layer" else 1) + (
-            2 * self.head_dim if self.qk_norm else 0
-        )
+        """Parameters in the norms and biases of one layer with attention and a feed-forward."""
+        return self.kind_vector_parameters(BlockKind(ffn="moe" if self.experts else "dense"))
+
+    def kind_vector_parameters(self, kind: BlockKind) -> int:
+        """Parameters in the norms and biases of one layer, and in the convolution and the scan of its mixer."""
+        norms = kind.sublayers * (2 if self.post_norms else 1) * self.width * (2 if self.norm == "layer" else 1)
+        dense = (self.bias or self.ffn_bias) and kind.ffn == "dense"
+        ffn = (self.ffn_matrices - 1) * self.ffn + self.width if dense else 0
+        ffn += self.experts if kind.ffn == "moe" and self.expert_bias else 0
+        if kind.has_scan:
+            sizes = self.linear_attention if kind.mixer == "linear" else self.state_space
+            return norms + ffn + (sizes.vector_parameters if sizes is not None else 0)
+        if kind.mixer == "none":
+            return norms + ffn
+        norms += (2 * self.head_dim if self.qk_norm else 0) + (self.heads if self.attention_sinks else 0)
         if self.latent_attention is not None:
             norms += self.latent_attention.q_lora_rank + self.latent_attention.kv_lora_rank
         qkv = self.head_dim * (self.heads + 2 * self.kv_heads) if self.bias or self.qkv_bias else 0
         out = self.width if self.bias or self.out_bias else 0
-        dense = (self.bias or self.ffn_bias) and not self.experts
-        return norms + qkv + out + ((self.ffn_matrices - 1) * self.ffn + self.width if dense else 0)
+        return norms + qkv + out + ffn
 
     @property
     def outer_parameters(self) -> int:
@@ -175,14 +289,16 @@ class Architecture:
     def parameters(self) -> int:
         """All parameters of the model."""
         return self.outer_parameters + sum(
-            self.matrix_parameters(layer) + self.vector_parameters for layer in range(self.layers)
+            self.matrix_parameters(layer) + self.kind_vector_parameters(self.block_kind(layer))
+            for layer in range(self.layers)
         )
 
     @cached_property
     def active_parameters(self) -> int:
         """Parameters that one token uses."""
         return self.outer_parameters + sum(
-            self.active_matrix_parameters(layer) + self.vector_parameters for layer in range(self.layers)
+            self.active_matrix_parameters(layer) + self.kind_vector_parameters(self.block_kind(layer))
+            for layer in range(self.layers)
         )
 
     @property

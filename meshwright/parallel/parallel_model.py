@@ -195,6 +195,9 @@ class ParallelModel:
                 scaled.backward()
         return None
 
+    def prepare_schedule(self, micro_batches: Sequence[tuple[Tensor, ...]], autocast: Autocast) -> None:
+        """Builds what the first step with this number of micro-batches builds once, beside state (pipelines)."""
+
     def accumulate(self, micro_batches: int) -> None:
         """Lets autograd accumulate the gradients of rounded weights in float32, if a step has several micro-batches."""
         if micro_batches != self.micro_batches:

@@ -38,7 +38,16 @@ def describe_execution(job: PlannedJob) -> str:
         parts.append(f"{job.context_method} attention")
     if job.activation_checkpoint != "none":
         parts.append(f"{job.activation_checkpoint} activation checkpointing")
+    if job.offload:
+        parts.append("optimizer state in host memory")
+    if is_compiled(job):
+        parts.append("compiled")
     return ", ".join(parts)
+
+
+def is_compiled(job: PlannedJob) -> bool:
+    """Whether a Meshwright run compiles its blocks; what another trainer compiles is in its profile."""
+    return job.trainer.fused_kernels and job.trainer.name.startswith("meshwright")
 
 
 def describe_plan(job: PlannedJob) -> str:

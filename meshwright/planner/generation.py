@@ -22,7 +22,7 @@ from typing import Any
 
 from meshwright.config.dtypes import PRECISION_BYTES
 from meshwright.config.rl import RLConfig
-from meshwright.planner.cost.kernel_time import LAUNCH_GAP, kernel_rate
+from meshwright.planner.cost.terms.kernel_time import LAUNCH_GAP, kernel_rate
 from meshwright.planner.workload.planned_job import PlannedJob
 
 KERNELS_PER_BLOCK = 24

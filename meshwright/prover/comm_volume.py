@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator
 
 from meshwright.history.run_history import RunHistory
-from meshwright.planner.exact.activation_messages import data_dependent_axes
-from meshwright.planner.exact.comm_volume import CollectiveVolume, comm_volume
-from meshwright.planner.exact.compare import compare_volumes
-from meshwright.planner.exact.state_memory import state_memory
+from meshwright.planner.cost.comm_volume import CollectiveVolume, comm_volume
+from meshwright.planner.cost.compare_volumes import compare_volumes
+from meshwright.planner.cost.peak_memory import state_memory
+from meshwright.planner.cost.trace.activation_messages import data_dependent_axes
 from meshwright.prover.claims import Claim, describe_settings
 from meshwright.telemetry.untrusted_records import RecordedCounters
 from meshwright.topology.layout import Layout

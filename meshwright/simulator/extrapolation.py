@@ -17,6 +17,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from operator import sub
+from typing import NamedTuple
 
 ClassBytes = tuple[int, ...]
 """Bytes in use by memory class."""
@@ -87,26 +89,47 @@ def match_phases(
     small: MemoryTimeline, large: MemoryTimeline
 ) -> Iterator[tuple[tuple[str, PhaseTimeline], tuple[str, PhaseTimeline]]]:
     """Pairs the first phases counted from the start, and the others counted from the end. The split between the two is
-    where most pairs have the same sequence of allocations: the first micro-steps differ from later ones, for example
-    because the second one is the first to find gradients to accumulate into.
+    where most pairs have the same sequence of allocations, and where the fewest different amounts of memory are added:
+    the first micro-steps differ from later ones, for example because the second one is the first to find gradients to
+    accumulate into, or because a pipeline fills. Both ends of the longer step have counterparts if the split is not
+    within two strides of either.
     """
     extra, middle = len(large) - len(small), len(small) // 2
     if extra < 0:
         raise ExtrapolationError("a larger simulated step has fewer phases than a smaller one")
+    from_start = [compare_phases(*pair) for pair in zip(small, large, strict=False)]
+    from_end = [compare_phases(*pair) for pair in zip(small, large[extra:], strict=True)]
+    inner_splits = range(min(2 * extra, middle), max(len(small) - 2 * extra, middle) + 1)
 
-    def mismatches(split: int) -> tuple[int, int, int]:
-        names = allocations = 0
-        for index, (phase, entries) in enumerate(small):
-            other, others = large[index if index < split else index + extra]
-            names += phase != other
-            allocations += [key for key, _ in entries] != [key for key, _ in others]
-        return names, allocations, abs(split - middle)
+    def mismatches(split: int) -> tuple[int, int, bool, int, int]:
+        pairs = [*from_start[:split], *from_end[split:]]
+        names, allocations = sum(pair.names_differ for pair in pairs), sum(pair.allocations_differ for pair in pairs)
+        amounts = len(frozenset[ClassBytes]().union(*(pair.added for pair in pairs)))
+        outer = split not in inner_splits
+        return names, allocations, outer, 0 if outer else amounts, abs(split - middle)
 
     split = min(range(len(small) + 1), key=mismatches)
     if mismatches(split)[0]:
         raise ExtrapolationError("the phases of two simulated steps do not match")
     for index, item in enumerate(small):
         yield item, large[index if index < split else index + extra]
+
+
+class PhaseDifference(NamedTuple):
+    """How a phase differs from its counterpart in a larger step."""
+
+    names_differ: bool
+    allocations_differ: bool
+    added: frozenset[ClassBytes]
+    """the amounts of memory that the larger step adds to that in use; none if allocations differ"""
+
+
+def compare_phases(small: tuple[str, PhaseTimeline], large: tuple[str, PhaseTimeline]) -> PhaseDifference:
+    (name, entries), (other_name, others) = small, large
+    if [key for key, _ in entries] != [key for key, _ in others]:
+        return PhaseDifference(name != other_name, True, frozenset())
+    added = frozenset(tuple(map(sub, b, a)) for (_, a), (_, b) in zip(entries, others, strict=True))
+    return PhaseDifference(name != other_name, False, added)
 
 
 def match_entries(

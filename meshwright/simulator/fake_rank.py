@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -15,6 +16,7 @@ from torch import Tensor
 from meshwright.config import Batch, RunConfig
 from meshwright.data.loader import MicroBatch
 from meshwright.errors import ConfigError
+from meshwright.fake_operators import RunOperator, run_fake_operator
 from meshwright.models.init import build_on_meta, set_trainable
 from meshwright.models.registry import block_costs, run_spec
 from meshwright.optim.build import build_optimizer
@@ -26,16 +28,24 @@ from meshwright.parallel.tensor_parallel import family_parallel_spec
 from meshwright.parallel.world import World
 from meshwright.simulator.extrapolation import MemoryTimeline, SimulatedStep
 from meshwright.simulator.fake_ddp import FakeDDP
+from meshwright.simulator.operator_cache import OperatorCache
 from meshwright.simulator.uniform_routing import route_uniformly
 from meshwright.telemetry.memory_classes import TENSOR_CLASSES
 from meshwright.telemetry.memory_tracker import UNINITIALIZED, MemoryTracker
 from meshwright.topology.layout import Layout
 from meshwright.topology.parameter_shards import PipelinePlacement, pipeline_placement
-from meshwright.torch_private import FakeTensors, clear_dtensor_cache, init_fake_process_group, patched_for_simulation
+from meshwright.topology.schedules import SCHEDULES
+from meshwright.torch_private import (
+    FakeOperatorMode,
+    FakeTensors,
+    clear_dtensor_cache,
+    init_fake_process_group,
+    patched_for_simulation,
+)
 from meshwright.trainer.build import parallelize_objective
 from meshwright.trainer.custom_model import CustomModel
 from meshwright.trainer.precision import Precision
-from meshwright.trainer.records.step_counters import count_step
+from meshwright.trainer.records.step_counters import CountedOperators, count_step
 from meshwright.trainer.records.trace_custom_model import build_objective_on_meta
 from meshwright.trainer.step import Step, StepContext, StepControl
 
@@ -44,19 +54,18 @@ LR = 1e-3
 
 
 @dataclass(frozen=True)
-class StepSize:
-    """The part of a step that is simulated: the number of blocks of each of the rank's stages, and of micro-steps."""
-
-    blocks: tuple[int, ...]
-    micro_steps: int
-
-
-@dataclass(frozen=True)
 class CustomStep:
     """A user's model, and one micro-batch of its data, of which only shapes and dtypes are used."""
 
     custom: CustomModel
     micro_batch: MicroBatch
+
+
+class TracedStep(NamedTuple):
+    """A simulated step, and the micro-batches that the rank kept during a pipeline schedule."""
+
+    trace: SimulatedStep
+    in_flight: InFlightTracker | None
 
 
 class MemoryTimelineTracker(MemoryTracker):
@@ -77,18 +86,40 @@ class MemoryTimelineTracker(MemoryTracker):
         self._classify()
 
     def _mark_peaks(self, kind: str, size: int) -> None:
-        super()._mark_peaks(kind, size)
-        self.timeline[-1][1].append(((kind, size), tuple(self._bytes[name] for name in CLASSES)))
+        self.timeline[-1][1].append(((kind, size), tuple(self._bytes.values())))  # in the order of CLASSES
 
 
 class FakeStep(Step):
-    """A step that does not read the step control vector, which fake tensors do not have."""
+    """A step on fake tensors. It does not read the step control vector, which has no value."""
+
+    def __init__(self, context: StepContext, fake: FakeTensors, run: RunOperator) -> None:
+        super().__init__(context)
+        self.fake, self.run_operator = fake, run
 
     def _read_control(self, step: int, batches: list[MicroBatch], sums: Tensor) -> StepControl:  # noqa: ARG002
         return StepControl(tokens=1, bad_samples=0)
 
     def _seed(self, step: int) -> None:
         """Leaves the caller's random generators untouched: fake tensors need no random numbers."""
+
+    def trace(self, micro_batch: MicroBatch, count: int) -> TracedStep:
+        """Runs and traces a step of equal micro-batches that is not the first one. Fetching them is part of it."""
+        with self.fake.active(self.run_operator):
+            inputs = [self.parallel_model.shard_inputs(batch.tensors) for batch in copies_of(micro_batch, count)]
+            self.parallel_model.prepare_schedule(inputs, self.precision.autocast)
+            del inputs
+        with (
+            self.fake.mode,
+            count_step(self.parallel_model, self.optimizer, MemoryTimelineTracker, mode=self.counting_mode) as counters,
+        ):
+            outcome = self.run(1, LR, (copies_of(micro_batch, count) for _ in range(1)), counters.enter)
+        assert isinstance(counters.memory, MemoryTimelineTracker)
+        collectives = {(row.axis, row.collective, row.ranks): (row.calls, row.message_bytes) for row in counters.rows()}
+        return TracedStep(SimulatedStep(collectives, counters.memory.timeline), outcome.in_flight)
+
+    def counting_mode(self, counted: CountedOperators) -> FakeOperatorMode:
+        """One dispatch mode that counts operators and runs them."""
+        return FakeOperatorMode(partial(counted.observe, run=partial(run_fake_operator, self.run_operator)))
 
 
 @contextmanager
@@ -107,41 +138,57 @@ def fake_world(rank: int, ranks: int) -> Iterator[World]:
             dist.destroy_process_group()
 
 
-def run_second_step(
-    config: RunConfig, layout: Layout, batch: Batch, world: World, size: StepSize, step: CustomStep | None = None
-) -> tuple[SimulatedStep, InFlightTracker | None]:
-    """Runs two steps and traces the second, because the first one allocates what is allocated once per run. `step` is
-    that of a user's model; by default the model of the config runs on sequences of tokens.
+def trace_steps(
+    config: RunConfig,
+    layout: Layout,
+    batch: Batch,
+    world: World,
+    blocks: tuple[int, ...],
+    micro_steps: Sequence[int],
+    step: CustomStep | None = None,
+) -> list[TracedStep]:
+    """Runs one step per number of micro-steps, and traces it, with this number of blocks in each of the rank's stages.
+    A first step that is not traced allocates what is allocated once per run. `step` is that of a user's model; by
+    default the model of the config runs on sequences of tokens.
     """
     fake_tensors = FakeTensors()
     clear_dtensor_cache()
     with warnings.catch_warnings(), patched_for_simulation():
         warnings.simplefilter("ignore")
-        batch = replace(batch, accumulation=size.micro_steps)
         if step is None:
-            model = parallelize_fake_model(config, layout, world, size, fake_tensors)
-            batches = token_batches(batch, config.data.sequence)
+            model = parallelize_fake_model(config, layout, world, blocks, fake_tensors)
         else:
             model = parallelize_custom_model(config, layout, world, step.custom, fake_tensors)
-            batches = copies_of(step.micro_batch, batch.accumulation)
-        with fake_tensors.active():
-            return trace_second_step(config, layout, world, model, batches)
+        run = OperatorCache(fake_tensors)
+        with fake_tensors.active(run):
+            micro_batch = token_batch(batch, config.data.sequence) if step is None else step.micro_batch
+            fake_step = FakeStep(step_context(config, layout, world, model), fake_tensors, run)
+            fake_step.run(0, LR, iter([copies_of(micro_batch, first_micro_steps(config, layout, micro_steps))]))
+        return [fake_step.trace(micro_batch, count) for count in micro_steps]
+
+
+def first_micro_steps(config: RunConfig, layout: Layout, traced: Sequence[int]) -> int:
+    """The micro-steps of the first step: as few as allocate the same as those that are traced. With two, gradients
+    accumulate; a schedule needs as many as fill its stages.
+    """
+    fewest = SCHEDULES[config.pipeline.schedule].min_micro_batches(layout.pipeline) if layout.pipeline > 1 else 1
+    return min(max(2, fewest), *traced)
 
 
 def parallelize_fake_model(
-    config: RunConfig, layout: Layout, world: World, size: StepSize, fake_tensors: FakeTensors
+    config: RunConfig, layout: Layout, world: World, blocks: tuple[int, ...], fake_tensors: FakeTensors
 ) -> ParallelModel:
     """Builds and parallelizes the real model. torch shards fake parameters only outside the fake tensor mode."""
     precision = Precision(config.precision, world.device)
     placement = pipeline_placement(config, layout, world.rank, block_costs(config))
-    blocks = sum(size.blocks)
+    layers = sum(blocks)
     architecture = run_spec(config).architecture
     if layout.pipeline > 1 and architecture is not None and architecture.dense_layers:
-        blocks = config.model.layers  # what a block has depends on its number
+        layers = config.model.layers  # what a block has depends on its number
     elif layout.pipeline > 1:
-        placement = shrink_stages(placement, size)
-        blocks += len(size.blocks) + 1
-    shrunk = replace(config, model=replace(config.model, layers=blocks))
+        placement = shrink_stages(placement, blocks)
+        layers += len(blocks) + 1
+    shrunk = replace(config, model=replace(config.model, layers=layers))
     model = build_on_meta(shrunk.model, precision.parameters, config.lora, precision.residual)
     set_trainable(model, run_spec(shrunk))
     with fake_tensors.active():
@@ -169,18 +216,16 @@ def skip_init(_shard: LocalShard, _name: str) -> None:
     """Initializes a fake parameter: there is nothing to write."""
 
 
-def shrink_stages(placement: PipelinePlacement, size: StepSize) -> PipelinePlacement:
+def shrink_stages(placement: PipelinePlacement, blocks: tuple[int, ...]) -> PipelinePlacement:
     """Returns the same stages with fewer blocks each. A block of another stage precedes and follows each of them, as in
     the full model.
     """
-    starts = [1 + index + sum(size.blocks[:index]) for index in range(len(size.blocks))]
-    spans = [range(start, start + count) for start, count in zip(starts, size.blocks, strict=True)]
+    starts = [1 + index + sum(blocks[:index]) for index in range(len(blocks))]
+    spans = [range(start, start + count) for start, count in zip(starts, blocks, strict=True)]
     return PipelinePlacement(dict(zip(placement.stages, spans, strict=True)), placement.stage_count)
 
 
-def trace_second_step(
-    config: RunConfig, layout: Layout, world: World, model: ParallelModel, batches: Iterator[list[MicroBatch]]
-) -> tuple[SimulatedStep, InFlightTracker | None]:
+def step_context(config: RunConfig, layout: Layout, world: World, model: ParallelModel) -> StepContext:
     optimizer = build_optimizer(
         model.parameters(),
         config.optimizer,
@@ -193,29 +238,21 @@ def trace_second_step(
     for rule in optimizer.rules:
         rule.is_finite = lambda _finite: True
     precision = Precision(config.precision, world.device)
-    step = FakeStep(StepContext.for_rank(config, layout, world, model, optimizer, precision))
-    step.run(0, LR, batches)
-    with count_step(model, optimizer, MemoryTimelineTracker) as counters:
-        outcome = step.run(1, LR, batches, counters.enter)
-    assert isinstance(counters.memory, MemoryTimelineTracker)
-    collectives = {(row.axis, row.collective, row.ranks): (row.calls, row.message_bytes) for row in counters.rows()}
-    return SimulatedStep(collectives, counters.memory.timeline), outcome.in_flight
+    return StepContext.for_rank(config, layout, world, model, optimizer, precision)
 
 
-def token_batches(batch: Batch, sequence: int) -> Iterator[list[MicroBatch]]:
-    """Yields the micro-batches of one step after the other."""
+def token_batch(batch: Batch, sequence: int) -> MicroBatch:
+    """A micro-batch of tokens."""
 
     def tokens() -> Tensor:
         return torch.zeros(batch.micro, sequence, dtype=torch.int64)
 
-    while True:
-        yield [MicroBatch((tokens(), tokens()), batch.micro * sequence) for _ in range(batch.accumulation)]
+    return MicroBatch((tokens(), tokens()), batch.micro * sequence)
 
 
-def copies_of(micro_batch: MicroBatch, accumulation: int) -> Iterator[list[MicroBatch]]:
-    """Yields the micro-batches of one step after the other, each with the shapes and dtypes of this one."""
-    while True:
-        yield [
-            replace(micro_batch, tensors=tuple(torch.zeros(t.shape, dtype=t.dtype) for t in micro_batch.tensors))
-            for _ in range(accumulation)
-        ]
+def copies_of(micro_batch: MicroBatch, count: int) -> list[MicroBatch]:
+    """Micro-batches with the shapes and dtypes of this one."""
+    return [
+        replace(micro_batch, tensors=tuple(torch.zeros(t.shape, dtype=t.dtype) for t in micro_batch.tensors))
+        for _ in range(count)
+    ]

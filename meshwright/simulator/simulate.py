@@ -15,7 +15,7 @@ from meshwright.models.registry import block_costs, run_spec, validate_family
 from meshwright.parallel.parallel_model import InFlightTracker
 from meshwright.parallel.parallel_spec import find_blocks
 from meshwright.parallel.world import World, device_type
-from meshwright.planner.exact.activation_messages import data_dependent_axes
+from meshwright.planner.cost.trace.activation_messages import data_dependent_axes
 from meshwright.simulator.extrapolation import (
     ClassBytes,
     Extrapolation,
@@ -24,7 +24,7 @@ from meshwright.simulator.extrapolation import (
     extrapolate,
     peaks,
 )
-from meshwright.simulator.fake_rank import CLASSES, CustomStep, StepSize, fake_world, run_second_step
+from meshwright.simulator.fake_rank import CLASSES, CustomStep, fake_world, trace_steps
 from meshwright.simulator.result import RankResult, Simulation
 from meshwright.telemetry.comm_counter import CollectiveTotal
 from meshwright.telemetry.memory_classes import TENSOR_CLASSES
@@ -115,7 +115,7 @@ def simulate_rank(
     blocks = plan_blocks(config, layout, list(stages.values()))
     if step is not None:  # its blocks may differ, so all of them run
         blocks = Extrapolation(min(stages.values()))
-    micro_steps = plan_micro_steps(config, layout, batch)
+    micro_steps = plan_micro_steps(config, layout, batch, rank)
     with fake_world(rank, layout.ranks) as world:
         simulated = StepSimulator(config, layout, batch, world, list(stages.values()), step)
         try:
@@ -123,7 +123,7 @@ def simulate_rank(
             trace, extrapolated = simulated.extrapolate(blocks, micro_steps), describe(blocks, micro_steps)
         except ExtrapolationError:  # the exact answer takes longer
             require_few_passes(blocks.target, micro_steps.target, config)
-            trace, extrapolated = simulated.run(blocks.target, micro_steps.target, blocks.target), []
+            (trace,), extrapolated = simulated.run(blocks.target, [micro_steps.target], blocks.target), []
     by_class, at_peak = peaks(trace.timeline)
     coordinates, in_flight = layout.coordinates(rank), simulated.in_flight
     return RankResult(
@@ -175,19 +175,22 @@ class StepSimulator:
 
     def extrapolate(self, blocks: Extrapolation, micro_steps: Extrapolation) -> SimulatedStep:
         """Extrapolates over blocks first, then over micro-steps. All stages grow by the same number of blocks."""
-        by_micro_steps = []
-        for micro_count in micro_steps.simulated_counts:
-            by_blocks = [self.run(count, micro_count, blocks.target) for count in blocks.simulated_counts]
-            by_micro_steps.append(extrapolate(by_blocks, blocks.strides))
+        counts = micro_steps.simulated_counts
+        by_blocks = [self.run(count, counts, blocks.target) for count in blocks.simulated_counts]
+        by_micro_steps = [extrapolate(traces, blocks.strides) for traces in zip(*by_blocks, strict=True)]
         return extrapolate(by_micro_steps, micro_steps.strides)
 
-    def run(self, blocks: int, micro_steps: int, target_blocks: int) -> SimulatedStep:
-        size = StepSize(tuple(count - (target_blocks - blocks) for count in self.blocks), micro_steps)
+    def run(self, blocks: int, micro_steps: Sequence[int], target_blocks: int) -> list[SimulatedStep]:
+        """One step per number of micro-steps; the stage with the fewest blocks has `blocks` instead of the target."""
+        stage_blocks = tuple(count - (target_blocks - blocks) for count in self.blocks)
         try:
-            trace, self.in_flight = run_second_step(self.config, self.layout, self.batch, self.world, size, self.step)
+            traced = trace_steps(
+                self.config, self.layout, self.batch, self.world, stage_blocks, micro_steps, self.step
+            )  # fmt: skip
         except (RuntimeError, ValueError, TypeError, AssertionError) as error:  # what torch raises for a bad layout
             raise as_config_error(self.layout, self.world.rank, error) from error
-        return trace
+        self.in_flight = traced[-1].in_flight
+        return [step.trace for step in traced]
 
 
 def as_config_error(layout: Layout, rank: int, error: Exception) -> MeshwrightError:
@@ -211,14 +214,20 @@ def plan_blocks(config: RunConfig, layout: Layout, blocks: list[int]) -> Extrapo
     return Extrapolation.plan(min(blocks), dense + MIN_BLOCKS * segment, segment)
 
 
-def plan_micro_steps(config: RunConfig, layout: Layout, batch: Batch) -> Extrapolation:
-    """A full pipeline grows by rounds of one micro-batch per rank. GPipe keeps all micro-batches in flight and is never
-    full.
+def plan_micro_steps(config: RunConfig, layout: Layout, batch: Batch, rank: int) -> Extrapolation:
+    """With one stage per rank, a full pipeline grows by one micro-batch; with several, by rounds of one micro-batch per
+    rank. GPipe keeps all micro-batches in flight and is never full.
     """
-    accumulation, ranks = batch.accumulation, layout.pipeline
+    accumulation, ranks, schedule = batch.accumulation, layout.pipeline, SCHEDULES[config.pipeline.schedule]
     if ranks == 1:
         return Extrapolation.plan(accumulation, MIN_MICRO_STEPS)
-    if SCHEDULES[config.pipeline.schedule].all_forward_first or accumulation % ranks:
+    if schedule.single_stage and not schedule.all_forward_first:
+        warmup = ranks - 1 - layout.coordinates(rank)["pipeline"]
+        # torch keeps the last output that a rank sends before its first backward pass, until the end of the step; it is
+        # an addition to the memory in use after as many backward passes
+        fewest = max(schedule.min_micro_batches(ranks), warmup + MIN_MICRO_STEPS, 2 * warmup + 2)
+        return Extrapolation.plan(accumulation, fewest)
+    if schedule.all_forward_first or accumulation % ranks:
         return Extrapolation(accumulation)
     return Extrapolation.plan(accumulation, MIN_PIPELINE_ROUNDS * ranks, ranks)
 

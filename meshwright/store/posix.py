@@ -207,7 +207,7 @@ class PosixSink:
     filled; the rest is written when it is closed. After a failed write the file is never retried or overwritten.
     """
 
-    BLOCK_BYTES = 8 << 20
+    BLOCK_BYTES = 32 << 20
 
     def __init__(self, calls: PosixCalls, path: str) -> None:
         self.calls, self.path = calls, path

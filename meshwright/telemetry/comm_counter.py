@@ -11,6 +11,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import Tensor
 
+from meshwright.fake_operators import RunOperator, has_wrappers, run_operator
 from meshwright.topology.collectives import find_collective, wire_bytes
 from meshwright.torch_private import OpOverload, TorchDispatchMode, resolve_process_group
 
@@ -46,8 +47,9 @@ class CollectiveTotal:
 
 
 class CountingMode(TorchDispatchMode):
-    """A dispatch mode that changes nothing. Compiled code runs as it is, and the mode sees the operators that it calls,
-    collectives among them; without `ignore_compile_internals`, compiled functions would run eagerly.
+    """A dispatch mode that changes nothing: `observe` runs an operator and counts what it does. Compiled code runs as
+    it is, and the mode sees the operators that it calls, collectives among them; without `ignore_compile_internals`,
+    compiled functions would run eagerly.
     """
 
     supports_higher_order_operators = True
@@ -55,6 +57,15 @@ class CountingMode(TorchDispatchMode):
     @classmethod
     def ignore_compile_internals(cls) -> bool:
         return True
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if has_wrappers(types):
+            return NotImplemented
+        return self.observe(func, args, kwargs or {})
+
+    def observe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: RunOperator = run_operator) -> Any:
+        """Runs an operator by `run`, and counts it."""
+        raise NotImplementedError
 
 
 class CommCounter(CountingMode):
@@ -71,12 +82,10 @@ class CommCounter(CountingMode):
             for (axis, collective, ranks), (calls, message) in self._sums.items()
         )
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if has_wrappers(types):
-            return NotImplemented
-        result = func(*args, **(kwargs or {}))
+    def observe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: RunOperator = run_operator) -> Any:
+        result = run(func, args, kwargs)
         if collective := collective_of(func):
-            self._count(collective, func, (*args, *(kwargs or {}).values()), result)
+            self._count(collective, func, (*args, *kwargs.values()), result)
         return result
 
     def _count(self, collective: str, func: OpOverload, args: tuple[Any, ...], result: Any) -> None:
@@ -85,15 +94,6 @@ class CommCounter(CountingMode):
         message = message_bytes_of(func, collective, args, result)
         calls, messages = self._sums.get((axis, collective, ranks), (0, 0))
         self._sums[axis, collective, ranks] = (calls + 1, messages + message)
-
-
-def has_wrappers(types: Any) -> bool:
-    """Whether an operator's arguments contain tensor subclasses such as DTensor.
-
-    A mode is called before they are. If it returns NotImplemented, they unwrap themselves with the mode still active,
-    and the operators on their local tensors, collectives included, reach the mode.
-    """
-    return any(hasattr(kind, "__tensor_flatten__") for kind in types)
 
 
 @cache

@@ -17,7 +17,8 @@ from torch import Tensor, UntypedStorage, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.hooks import RemovableHandle
 
-from meshwright.telemetry.comm_counter import CountingMode, collective_of, has_wrappers, tensors_in
+from meshwright.fake_operators import RunOperator, is_wrapper, run_operator
+from meshwright.telemetry.comm_counter import CountingMode, collective_of, tensors_in
 from meshwright.telemetry.memory_classes import TENSOR_CLASSES
 from meshwright.torch_private import OpOverload
 
@@ -112,7 +113,8 @@ class MemoryTracker(CountingMode):
                 self._parameters.append(tensor)
                 self._gradient_of(tensor)
 
-    def __enter__(self) -> MemoryTracker:
+    def begin(self) -> None:
+        """Begins to count; operators count if they are run by `observe`."""
         model, optimizer_tensors, self._internal_tensors = self._arguments
         del self._arguments  # a tracker that is kept for its numbers keeps no tensor alive
         self.assign_class("parameter", model.parameters())
@@ -120,11 +122,9 @@ class MemoryTracker(CountingMode):
         self.assign_class("optimizer", optimizer_tensors)
         self._classify()
         self._wrap_resize()
-        super().__enter__()  # type: ignore[no-untyped-call]
-        return self
 
-    def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)  # type: ignore[no-untyped-call]
+    def end(self) -> None:
+        """Stops counting."""
         self._unwrap_resize()
         try:
             self._classify()
@@ -136,13 +136,20 @@ class MemoryTracker(CountingMode):
             self._storages.clear()
             self._last_parameter, self._internal_tensors = None, lambda: ()
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if has_wrappers(types):
-            return NotImplemented
+    def __enter__(self) -> MemoryTracker:
+        self.begin()
+        super().__enter__()  # type: ignore[no-untyped-call]
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
+        self.end()
+
+    def observe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: RunOperator = run_operator) -> Any:
         collective = collective_of(func)
         if collective and self._last_parameter is not None:
             self._gradient_of(self._last_parameter)
-        result = func(*args, **(kwargs or {}))
+        result = run(func, args, kwargs)
         self._forget_freed()
         if collective:
             for tensor in buffers_of(func, collective, args, result):
@@ -150,15 +157,12 @@ class MemoryTracker(CountingMode):
             if self._bytes[UNINITIALIZED]:
                 self._classify()
         else:
-            new_class = "activation" if self._phase == "forward" else "temporary"
             empty, writes = operator_effects(func)
+            new_class = UNINITIALIZED if empty else "activation" if self._phase == "forward" else "temporary"
+            only = (UNINITIALIZED,) if writes else ()
             for tensor in tensors_in(result):
                 for plain in unwrapped(tensor):  # the result of an asynchronous collective is wrapped
-                    self._count(
-                        plain.untyped_storage(),
-                        UNINITIALIZED if empty else new_class,
-                        only=(UNINITIALIZED,) if writes else (),
-                    )
+                    self._count(plain.untyped_storage(), new_class, only)
         return result
 
     def _count(
@@ -266,7 +270,8 @@ def buffers_of(func: OpOverload, collective: str, args: Any, result: Any) -> Ite
 
 def unwrapped(value: Any) -> Iterator[Tensor]:
     """Yields the plain tensors inside a tensor subclass: of a DTensor its local shard."""
-    if hasattr(value, "__tensor_flatten__"):
+    kind: Any = type(value)
+    if is_wrapper(kind):
         for name in value.__tensor_flatten__()[0]:  # a DTensor also lists its device mesh
             yield from unwrapped(getattr(value, name))
     elif isinstance(value, Tensor) and value.layout == torch.strided:

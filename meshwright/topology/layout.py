@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, cached_property
 from math import prod
 
 from meshwright.config import LayoutConfig, RunConfig
@@ -40,21 +40,21 @@ class Layout:
             expert=config.expert,
         )
 
-    @property
+    @cached_property
     def degrees(self) -> tuple[int, ...]:
         """The degrees of `AXES`: the shape of the mesh."""
         return tuple(getattr(self, axis) for axis in AXES)
 
-    @property
+    @cached_property
     def ranks(self) -> int:
         return prod(self.degrees)
 
-    @property
+    @cached_property
     def data_degree(self) -> int:
         """The number of slices of the global batch."""
         return prod(getattr(self, axis) for axis in DATA_AXES)
 
-    @property
+    @cached_property
     def active_mesh_axes(self) -> tuple[str, ...]:
         """The axes of degree 2 or more that have ranks of their own."""
         return tuple(axis for axis in AXES if getattr(self, axis) > 1)

@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from collections import Counter, deque
 from collections.abc import Iterator
-from dataclasses import dataclass
+from itertools import islice
+from typing import NamedTuple
 
 from meshwright.topology.schedules import find_schedule, stages_on_rank, validate_schedule
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
+class Action(NamedTuple):
     """One pass of one micro-batch through one stage; `op` is F, B, I or W."""
 
     stage: int
@@ -25,8 +25,7 @@ class Action:
         return f"{self.stage}{self.op}{self.micro_batch}"
 
 
-@dataclass(frozen=True, slots=True)
-class OverlappedPair:
+class OverlappedPair(NamedTuple):
     """A forward and a backward pass that a rank may run as one, the communication of one beside the compute of the
     other. Torch runs them one after the other unless it is given a function that overlaps them.
     """
@@ -55,11 +54,16 @@ def action_orders(name: str, ranks: int, micro_batches: int, stages_per_rank: in
     """The order of every rank; `stages_per_rank` defaults to that of the schedule."""
     stages_per_rank = find_schedule(name).default_stages if stages_per_rank is None else stages_per_rank
     validate_schedule(name, ranks, micro_batches, stages_per_rank)
+    return [rank_order(name, rank, ranks, micro_batches, stages_per_rank) for rank in range(ranks)]
+
+
+def rank_order(name: str, rank: int, ranks: int, micro_batches: int, stages_per_rank: int) -> ActionOrder:
+    """The order of one rank."""
     if name == "zbv":
-        return [zbv_order(rank, ranks, micro_batches) for rank in range(ranks)]
+        return zbv_order(rank, ranks, micro_batches)
     if name == "dualpipev":
-        return [dualpipev_order(rank, ranks, micro_batches) for rank in range(ranks)]
-    return [loop_order(name, rank, ranks, micro_batches, stages_per_rank) for rank in range(ranks)]
+        return dualpipev_order(rank, ranks, micro_batches)
+    return loop_order(name, rank, ranks, micro_batches, stages_per_rank)
 
 
 def loop_order(name: str, rank: int, ranks: int, micro_batches: int, stages_per_rank: int) -> ActionOrder:
@@ -81,23 +85,29 @@ def loop_order(name: str, rank: int, ranks: int, micro_batches: int, stages_per_
     else:
         warmup = before_first_backward + 2 * later_ranks
 
-    def action(op: str, turn: int) -> Action:
-        """The turn-th action of this kind on the rank."""
-        cycle, within_cycle = divmod(turn, round_size * stages_per_rank)
-        local_stage, position = divmod(within_cycle, round_size)
-        local_stage = local_stage if op == "F" else stages_per_rank - 1 - local_stage
-        return Action(rank + ranks * local_stage, op, cycle * round_size + position)
+    def actions(op: str) -> list[Action]:
+        """The actions of this kind in order."""
+        stages = [rank + ranks * local_stage for local_stage in range(stages_per_rank)]
+        return [
+            Action(stage, op, micro_batch)
+            for first in range(0, micro_batches, round_size)
+            for stage in (stages if op == "F" else reversed(stages))
+            for micro_batch in range(first, min(first + round_size, micro_batches))
+        ]
 
-    order: ActionOrder = [action("F", turn) for turn in range(min(warmup, total))]
-    for turn in range(total):
-        if warmup + turn < total:
-            order.append(action("F", warmup + turn))
-        order.append(action("I" if schedule.splits_backward else "B", turn))
-        if schedule.splits_backward and turn >= rank:
-            order.append(action("W", turn - rank))
-    if schedule.splits_backward:
-        order += [action("W", turn) for turn in range(max(0, total - rank), total)]
-    return order
+    forward = actions("F")
+    order: ActionOrder = [*forward[:warmup]]
+    rest = iter(forward[warmup:])
+    if not schedule.splits_backward:
+        for backward in actions("B"):
+            order += (*islice(rest, 1), backward)
+        return order
+    weights = actions("W")
+    for turn, backward in enumerate(actions("I")):
+        order += (*islice(rest, 1), backward)
+        if turn >= rank:
+            order.append(weights[turn - rank])
+    return [*order, *weights[max(0, total - rank) :]]
 
 
 class OrderBuilder:
@@ -113,11 +123,11 @@ class OrderBuilder:
         self.pending_weight_actions: deque[Action] = deque()
 
     def append(self, repeat: int, notation: str) -> None:
+        items = [item.partition("+") for item in notation.split()]
         for _ in range(repeat):
-            for item in notation.split():
-                forward, _, backward = item.partition("+")
+            for forward, _, backward in items:
                 self.order.append(
-                    OverlappedPair(self.action(forward), self.action(backward)) if backward else self.action(item)
+                    OverlappedPair(self.action(forward), self.action(backward)) if backward else self.action(forward)
                 )
 
     def action(self, item: str) -> Action:

@@ -15,13 +15,14 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from typing import NamedTuple
 
 from meshwright.errors import ConfigError
 from meshwright.topology.schedule_orders import Action, ActionOrder, action_orders, flatten_actions
 from meshwright.topology.schedules import SCHEDULES, find_schedule, validate_schedule
 
 Number = int | float | Fraction
-ActionKey = tuple[str, int, int]
+ActionKey = tuple[int, str, int]
 """(op, stage, micro-batch)"""
 ActionCost = Callable[[Action], Number]
 """The duration of an action; stages may differ."""
@@ -52,8 +53,7 @@ class ActionCosts:
         }[op]
 
 
-@dataclass(frozen=True, slots=True)
-class TimelineSlot:
+class TimelineSlot(NamedTuple):
     """An action at its time on a rank; `paired` if it is one half of an overlapped pair."""
 
     action: Action
@@ -163,17 +163,17 @@ def validate_size(ranks: int, micro_batches: int, stages_per_rank: int) -> None:
         )
 
 
-def dependencies(action: Action, stages: int, split: set[tuple[int, int]]) -> list[ActionKey]:
+def dependencies(action: Action, stages: int, split: set[tuple[int, int]]) -> tuple[ActionKey, ...]:
     """The actions that must end before this one starts; `split` has the (stage, micro-batch) with a split backward."""
-    stage, micro_batch = action.stage, action.micro_batch
-    if action.op == "F":
-        return [("F", stage - 1, micro_batch)] if stage else []
-    if action.op == "W":
-        return [("I", stage, micro_batch)]
-    own_forward = ("F", stage, micro_batch)
+    stage, op, micro_batch = action
+    if op == "F":
+        return ((stage - 1, "F", micro_batch),) if stage else ()
+    if op == "W":
+        return ((stage, "I", micro_batch),)
     if stage + 1 == stages:
-        return [own_forward]
-    return [own_forward, ("I" if (stage + 1, micro_batch) in split else "B", stage + 1, micro_batch)]
+        return ((stage, "F", micro_batch),)
+    following = "I" if (stage + 1, micro_batch) in split else "B"
+    return (stage, "F", micro_batch), (stage + 1, following, micro_batch)
 
 
 def execute_orders(orders: Sequence[ActionOrder], stages: int, cost: ActionCost) -> list[list[TimelineSlot]]:
@@ -188,21 +188,26 @@ def execute_orders(orders: Sequence[ActionOrder], stages: int, cost: ActionCost)
     ready = list(range(len(orders)))
     while ready:
         rank = ready.pop()
-        row = rows[rank]
-        while position[rank] < len(orders[rank]):
-            actions = list(flatten_actions([orders[rank][position[rank]]]))
-            required = [key for action in actions for key in dependencies(action, stages, split)]
-            missing = next((key for key in required if key not in end_times), None)
+        row, order = rows[rank], orders[rank]
+        while position[rank] < len(order):
+            step = order[position[rank]]
+            actions: tuple[Action, ...] = (step,) if isinstance(step, Action) else step
+            start = row[-1].end if row else 0
+            missing = None
+            for key in (key for action in actions for key in dependencies(action, stages, split)):
+                end = end_times.get(key)
+                if end is None:
+                    missing = key
+                    break
+                start = max(start, end)
             if missing is not None:
                 blocked[missing].append(rank)
                 break
-            start = max([end_times[key] for key in required], default=0)
-            row += place_actions(actions, max(start, row[-1].end if row else 0), cost)
+            row += place_actions(actions, start, cost)
             position[rank] += 1
             for action in actions:
-                key = (action.op, action.stage, action.micro_batch)
-                end_times[key] = row[-1].end  # both results of a pair are available when both are done
-                ready += blocked.pop(key, [])
+                end_times[action] = row[-1].end  # both results of a pair are available when both are done
+                ready += blocked.pop(action, [])
     stuck = [rank for rank, order in enumerate(orders) if position[rank] < len(order)]
     if stuck:
         next_action = orders[stuck[0]][position[stuck[0]]]
@@ -210,7 +215,7 @@ def execute_orders(orders: Sequence[ActionOrder], stages: int, cost: ActionCost)
     return rows
 
 
-def place_actions(actions: list[Action], start: Number, cost: ActionCost) -> list[TimelineSlot]:
+def place_actions(actions: tuple[Action, ...], start: Number, cost: ActionCost) -> list[TimelineSlot]:
     """Consecutive slots from `start`."""
     slots: list[TimelineSlot] = []
     for action in actions:

@@ -232,14 +232,16 @@ def partition_blocks(costs: tuple[float, ...], stages: int) -> tuple[range, ...]
     max_cost = [sums[-1] - sums[i] for i in range(blocks)] + [float("inf")]
     next_starts: list[list[int]] = []
     for remaining in range(2, stages + 1):
-        choices = [
-            min((max(sums[end] - sums[i], max_cost[end]), -end) for end in range(i + 1, blocks - remaining + 2))
-            if i <= blocks - remaining
-            else (float("inf"), 0)
-            for i in range(blocks + 1)
-        ]
-        max_cost = [cost for cost, _ in choices]
-        next_starts.insert(0, [-end for _, end in choices])
+        costs_from, ends = [float("inf")] * (blocks + 1), [0] * (blocks + 1)
+        for i in range(blocks - remaining + 1):
+            for end in range(i + 1, blocks - remaining + 2):
+                own = sums[end] - sums[i]
+                if own > costs_from[i]:
+                    break  # larger stages are not cheaper
+                if (cost := max(own, max_cost[end])) <= costs_from[i]:
+                    costs_from[i], ends[i] = cost, end
+        max_cost = costs_from
+        next_starts.insert(0, ends)
     starts = [0]
     for next_start in next_starts:
         starts.append(next_start[starts[-1]])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from contextlib import contextmanager
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,9 +15,10 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.checkpoint import saver as saver_module
+from meshwright.checkpoint import stager as stager_module
 from meshwright.checkpoint.host_memory import CopyStream
 from meshwright.checkpoint.listing import list_published
-from meshwright.checkpoint.stager import HostStager
+from meshwright.checkpoint.stager import HostStager, first_nonfinite
 from meshwright.checkpoint.unsharded import state_digest
 from meshwright.config import CheckpointConfig
 from meshwright.store.posix import PosixStore
@@ -84,6 +86,69 @@ def test_only_what_the_optimizer_updates_is_copied_beside_the_next_step(state):
     assert staged_names(stager, state) == {"model/frozen", "buffer/mean"}
     stager.block_update()
     assert staged_names(stager, state) == state.keys()
+
+
+class RecordedCalls:
+    """The operations that `CopyStream` queues, by the stream that they are queued on, in order."""
+
+    def __init__(self, monkeypatch) -> None:
+        self.queued: list[tuple[str, str]] = []
+        self.current = "training"
+        monkeypatch.setattr(torch.cuda, "Stream", lambda device: SimpleNamespace(wait_stream=self.wait_stream))
+        monkeypatch.setattr(torch.cuda, "Event", lambda **_: SimpleNamespace(record=lambda: self.add("event")))
+        monkeypatch.setattr(torch.cuda, "current_stream", lambda device: "training")
+        monkeypatch.setattr(torch.cuda, "stream", self.stream)
+
+    def add(self, operation: str) -> None:
+        self.queued.append((self.current, operation))
+
+    def wait_stream(self, stream) -> None:
+        self.queued.append(("copies", f"wait for {stream}"))
+
+    @contextmanager
+    def stream(self, _stream):
+        self.current = "copies"
+        yield
+        self.current = "training"
+
+
+# A step ends with a copy to the host, behind which CUDA would queue the first event of the next step, and so behind the
+# copies of the checkpoint.
+def test_kernel_of_the_training_stream_follows_the_copies(monkeypatch):
+    calls = RecordedCalls(monkeypatch)
+    stream = CopyStream(torch.device("cpu"))
+    stream.kernels = SimpleNamespace(add_=lambda _: calls.add("kernel"))
+    with stream.copies():
+        calls.add("copy")
+    assert calls.queued == [
+        ("copies", "wait for training"),
+        ("copies", "copy"),
+        ("copies", "event"),
+        ("training", "kernel"),
+    ]
+
+
+def test_first_nonfinite_names_the_first_tensor_and_leaves_buffers_out():
+    values = torch.zeros(40)
+    large, infinite, nan = torch.full_like(values, 3e38), values.clone(), values.clone()
+    infinite[-1], nan[0] = torch.inf, torch.nan
+    tensors = {
+        "buffer/mean": nan,
+        "model/large": large,
+        "model/step": torch.ones(2, dtype=torch.int64),
+        "model/0": values,
+    }
+    assert first_nonfinite(tensors) == ""
+    assert first_nonfinite(tensors | {"optimizer/b": infinite, "optimizer/c": nan}) == "optimizer/b"
+    assert first_nonfinite({"model/empty": values[:0]}) == ""
+
+
+def test_tensors_are_checked_in_parts(monkeypatch):
+    monkeypatch.setattr(stager_module, "CHECK_ELEMENTS", 16)
+    values = torch.zeros(5, 8)
+    assert first_nonfinite({"model/weight": values}) == ""
+    values[2, 3] = torch.nan
+    assert first_nonfinite({"model/weight": values}) == "model/weight"
 
 
 def test_tensors_are_referenced_until_they_are_copied(state):

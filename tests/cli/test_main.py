@@ -188,6 +188,14 @@ def test_invalid_columns_variable_is_ignored(columns, monkeypatch, capsys):
     assert "replicate 2" in capsys.readouterr().out
 
 
+def test_text_that_the_encoding_does_not_have_is_printed_as_question_marks():
+    command = [sys.executable, "-m", "meshwright", "plan", "tiny", "--cluster", "h100:2"]
+    environment = os.environ | {"PYTHONIOENCODING": "ascii"}
+    shown = subprocess.run(command, env=environment, capture_output=True, text=True, check=True).stdout
+    assert "replicate 2" in shown
+    assert "?" in shown
+
+
 @pytest.mark.parametrize("out", ["", "missing/certificate.json"])
 def test_prove_rejects_an_output_path_that_cannot_be_written_before_it_starts(out, tmp_path, capsys, monkeypatch):
     monkeypatch.setattr("meshwright.prover.prove.run_checks", lambda config: pytest.fail("the checks have started"))

@@ -42,6 +42,22 @@ def test_update_and_forward_do_not_change_what_is_copied():
         assert 0.0 < stager.blocked_seconds() < 5.0
 
 
+def test_training_stream_does_not_wait_for_the_copies():
+    state = make_state()
+    stager = HostStager(state, Layout(), 0)
+    stager.memory.wait()
+    number, host = torch.zeros((), device="cuda"), torch.zeros((), pin_memory=True)
+    for _ in range(2):
+        host.copy_(number, non_blocking=True)  # the last operation of a step
+        torch.cuda.synchronize()
+        stager.copy(state)
+        event = torch.cuda.Event()
+        event.record()  # the first one of the next step
+        event.synchronize()
+        assert not stager.stream.copied.query()
+        stager.wait()
+
+
 def test_temporary_tensors_keep_their_memory_until_they_are_copied():
     state = make_state()
     stager = HostStager(state, Layout(), 0)

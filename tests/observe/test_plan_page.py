@@ -59,7 +59,7 @@ def test_plan_fits_the_terminal_without_ellipsis(result, width):
     text = render(result, width)
     assert max(map(len, text.splitlines())) <= width
     assert "…" not in text
-    for label in ("bottleneck", "effect", "change", "rejected", "candidates timed, memory"):
+    for label in ("bottleneck", "effect", "change", "later", "baseline", "setting changed", "candidates timed, memory"):
         assert label in text
 
 

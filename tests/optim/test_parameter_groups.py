@@ -22,7 +22,7 @@ from meshwright.errors import ConfigError
 from meshwright.models.registry import run_spec
 from meshwright.optim.build import build_optimizer
 from meshwright.parallel.parallel_spec import ParallelSpec
-from meshwright.planner.exact.state_memory import state_memory
+from meshwright.planner.cost.peak_memory import state_memory
 from meshwright.topology.optimizer_state import RULES
 from meshwright.topology.parameter_groups import find_group, validate_groups
 from meshwright.topology.unsupported import validate

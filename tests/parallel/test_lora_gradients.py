@@ -9,8 +9,8 @@ from step_harness import build_loader, build_step, count_step_bytes
 
 from meshwright.models.init import init_matrix_shard
 from meshwright.parallel.local_shard import full_tensor, local_shard
-from meshwright.planner.exact.comm_volume import comm_volume
-from meshwright.planner.exact.state_memory import state_memory
+from meshwright.planner.cost.comm_volume import comm_volume
+from meshwright.planner.cost.peak_memory import state_memory
 from meshwright.telemetry.step_clock import StepClock
 from meshwright.testing import run_ranks
 from meshwright.topology.unsupported import validate

@@ -54,14 +54,14 @@ def test_correction_factor_is_the_median_of_ratios_in_logarithms(log_file):
     for ratio in (1.0, 4.0, 2.0, 100.0, 0.5):
         append_record(make_record(ratio))
     factor = logged_factor(make_job())
-    assert (factor.ratio, factor.runs) == (pytest.approx(2.0), 5)
-    assert factor.spread == pytest.approx(4.0)  # four of the five ratios are between 2 / 4 and 2 * 4
+    assert (factor.ratio, factor.runs) == (pytest.approx(2.0 ** (5 / 5.5)), 5)
+    assert factor.spread == pytest.approx(factor.ratio / 0.5)  # four of the five ratios are that near
     assert logged_factor(make_job(), "memory").runs == 0
 
 
 def test_memory_has_its_own_correction_factor(log_file):
     append_record(make_record(3.0, (10.0, 12.0)))
-    assert logged_factor(make_job(), "memory").ratio == pytest.approx(1.2)
+    assert logged_factor(make_job(), "memory").ratio == pytest.approx(1.2 ** (1 / 1.5))
 
 
 def test_records_read_back_equal(log_file):
@@ -76,7 +76,7 @@ def test_correction_factor_uses_the_nearest_and_newest_records(log_file):
     for ratio in range(1, 21):
         append_record(make_record(float(ratio)))
         append_record(make_record(1000.0, job=far))
-    assert logged_factor(make_job()).ratio == pytest.approx((16 * 17) ** 0.5)  # the median of 13 to 20
+    assert logged_factor(make_job()).ratio == pytest.approx((16 * 17) ** (0.5 * 8 / 8.5))  # the median of 13 to 20
     assert near.distance(near) == 0
     assert near.distance(JobSignature.from_job(far)) > 0
 

@@ -277,3 +277,20 @@ def test_resolve_cluster_does_not_import_torch():
         "resolve_cluster('h100:8x16'); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)
+
+
+def test_a_power_limit_of_a_known_device_lowers_its_rates_and_is_written(write_file):
+    text = 'like = "h100"\n[device]\npower_limit_watts = 500\n'
+    cluster, full = read_cluster(write_file(text)), NODE_TYPES["h100"].device
+    assert cluster.device == full.with_power_limit(500)
+    assert cluster.device.sustained_fraction["bf16"] < 0.8 * full.sustained_fraction["bf16"]
+    assert read_cluster(write_file(cluster_toml(cluster))) == cluster
+    assert "power_limit_watts" not in cluster_toml(preset_cluster("h100"))
+
+
+@pytest.mark.parametrize("device", ["", "[[device.matmuls]]\nprecision = 'bf16'\nm = 8\nk = 8\nn = 8\ntflops = 1\n"])
+def test_a_power_limit_needs_a_device_whose_power_is_known(write_file, device):
+    text = CUSTOM.replace("[device]", "[device]\npower_limit_watts = 500")
+    text = f'like = "h100"\n[device]\npower_limit_watts = 500\n{device}' if device else text
+    with pytest.raises(ConfigError, match="power_limit_watts"):
+        read_cluster(write_file(text))

@@ -12,8 +12,8 @@ from step_harness import count_step_bytes
 from meshwright.config import RunConfig
 from meshwright.models.init import build_model
 from meshwright.models.registry import model_spec
-from meshwright.planner.exact.comm_volume import comm_volume
-from meshwright.planner.exact.state_memory import StateMemory, state_memory
+from meshwright.planner.cost.comm_volume import comm_volume
+from meshwright.planner.cost.peak_memory import StateMemory, state_memory
 from meshwright.testing import run_ranks
 from meshwright.topology.optimizer_state import RULES
 from meshwright.topology.parameter_shapes import fsdp_shard_dim, padded_numel, shard_shape

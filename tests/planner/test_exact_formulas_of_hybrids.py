@@ -14,9 +14,9 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from meshwright.config import RunConfig
 from meshwright.launch.ranks import run_ranks
-from meshwright.planner.exact.activation_messages import data_dependent_axes
-from meshwright.planner.exact.comm_volume import CollectiveVolume, comm_volume
-from meshwright.planner.exact.state_memory import state_memory
+from meshwright.planner.cost.comm_volume import CollectiveVolume, comm_volume
+from meshwright.planner.cost.peak_memory import state_memory
+from meshwright.planner.cost.trace.activation_messages import data_dependent_axes
 from meshwright.prover.comm_volume import all_differences
 from meshwright.topology.layout import Layout
 from meshwright.topology.schedules import SCHEDULES
@@ -42,6 +42,7 @@ QUICK = {
     "expert and FSDP": "experts=4 replicate=4 parameters expert=2 tie",
     "expert and tensor": "experts=4 replicate=2 tensor=2 expert=2",
     "expert, FSDP and pipeline": "experts=4 replicate=2 parameters pipeline=2 expert=2",
+    "replicas of shards": "replicate=2 shard_degree=2 parameters",
     "expert weights sharded on their second dimension": "experts=2 replicate=4 parameters ffn=16",
 }
 

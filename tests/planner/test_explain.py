@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 from planned_cases import CASES, cached_plan, cost_cache, untrainable_workload
 
 from meshwright.errors import ConfigError
-from meshwright.io import format_bytes, format_seconds
+from meshwright.io import format_bytes, format_percent, format_seconds
+from meshwright.observe.plan.plan_text import trainer_text
 from meshwright.planner.calibration.estimator import estimate
 from meshwright.planner.calibration.prediction import prediction_record
 from meshwright.planner.describe import describe_plan, exposed_seconds, merged_calls
 from meshwright.planner.hardware.resolve_cluster import resolve_cluster
+from meshwright.planner.search.choice import complexity, memory_risk
 from meshwright.planner.search.cost_cache import CostCache
-from meshwright.planner.search.explain import explain
+from meshwright.planner.search.explanation.explain import compare_plans, explain
+from meshwright.planner.search.explanation.mechanism import mechanism
+from meshwright.planner.search.explanation.suggestions import infeasible_error
 from meshwright.planner.search.plan_result import make_plan, plan_json
 from meshwright.planner.search.scaling import critical_batch, serial_fraction
 from meshwright.planner.search.search import search
-from meshwright.planner.search.suggestions import infeasible_error
 from meshwright.planner.workload.planned_job import PlannedJob
-from meshwright.planner.workload.workload_args import build_workload
+from meshwright.planner.workload.workload import count_samples
+from meshwright.planner.workload.workload_args import build_workload, for_trainer
 
 PARTS = ("problem", "mechanism", "communication", "tradeoff", "measurement")
 
@@ -44,8 +49,8 @@ def test_five_parts_of_the_explanation_state_the_figures_of_the_estimate(model, 
     interval = f"{format_seconds(chosen.interval_low)} to {format_seconds(chosen.interval_high)}"
     assert interval in text["measurement"]
     assert "meshwright train PLAN.toml --steps 20" in text["measurement"]
-    for other in result.search.ranked[1:3]:
-        assert f"Rejected: {describe_plan(other.job)}: " in text["tradeoff"]
+    for row in result.listed[1:3]:
+        assert f"Rejected: {describe_plan(row.best.job)}: " in text["tradeoff"]
 
 
 @pytest.mark.parametrize(("model", "cluster"), CASES)
@@ -106,17 +111,9 @@ def test_scaling_starts_at_the_plan_and_every_row_fits():
 
 
 def test_serial_fraction_of_amdahls_law_is_recovered():
-    class FakeEstimate:
-        def __init__(self, seconds):
-            self.seconds = seconds
-
-    class FakeRow:
-        def __init__(self, factor, fraction):
-            self.factor, self.estimate = factor, FakeEstimate(fraction + (1 - fraction) / factor)
-
-    for fraction in (0.0, 0.05, 0.5, 1.0):
-        rows = [FakeRow(factor, fraction) for factor in (1, 2, 4, 8)]
-        assert serial_fraction(rows) == pytest.approx(fraction)
+    for fraction in (0.0, 0.0003, 0.05, 0.5, 1.0):
+        points = [(factor, 24.0 * (fraction + (1 - fraction) / factor)) for factor in (1, 2, 4, 8, 64)]
+        assert serial_fraction(points) == pytest.approx(fraction)
 
 
 def test_critical_batch_is_given_or_stated_as_an_assumption():
@@ -165,3 +162,45 @@ def test_shorter_sequence_is_suggested_if_it_fits():
 def test_model_that_the_decoder_cannot_train_is_explained_without_a_run_file():
     result = make_plan(untrainable_workload(), resolve_cluster("h100:8x4"))
     assert result.explanation.measurement[0].startswith("Train 20 steps.")
+
+
+def test_rejected_plan_is_called_more_complex_only_if_it_is():
+    result = cached_plan("llama-8b", "h100:8")
+    plan = result.chosen
+    simple = next(each for each in result.search.ranked if complexity(each) <= complexity(plan) and each is not plan)
+    faster = replace(simple, phases={"forward": 0.9 * plan.seconds})
+    assert "complex" not in compare_plans(plan, faster)
+    memory = faster.peak_memory
+    activations = memory.activations + 0.99 * plan.job.cluster.device.memory - memory.total
+    risky = replace(faster, memory_by_rank=[replace(memory, activations=activations)])
+    assert memory_risk(risky) > memory_risk(plan)
+    assert f"faster, but with a risk of {format_percent(memory_risk(risky))} that it does not fit" in compare_plans(
+        plan, risky
+    )
+    complex_plan = next(each for each in result.search.ranked if complexity(each) > complexity(plan))
+    assert "faster, but more complex" in compare_plans(
+        plan, replace(complex_plan, phases={"forward": 0.9 * plan.seconds})
+    )
+
+
+def test_suggested_larger_device_is_not_a_slower_variant():
+    """An H100 with 96 GB and 500 W has more memory than an H100, and is slower."""
+    message = str(infeasible_error(cost_cache("llama-70b", "h100:8")))
+    assert "the same number of " in message
+    assert "500w" not in message
+
+
+def test_one_sample_is_singular():
+    assert (count_samples(1), count_samples(2048)) == ("1 sample", "2,048 samples")
+    work = build_workload("llama-8b", ("--layout.replicate=2",), batch=2)
+    sentences = mechanism(estimate(PlannedJob.from_config(work.base_config, resolve_cluster("h100:2"))))
+    assert "each replica processes 1 sample per step" in sentences[0]
+
+
+def test_trainer_line_names_the_generation_of_the_profile():
+    work = build_workload("llama-8b")
+    assert trainer_text(for_trainer(work, "deepspeed")) == (
+        "deepspeed: Megatron-DeepSpeed 2022 bf16, without flash attention"
+    )
+    assert trainer_text(for_trainer(work, "torchtitan")) == "torchtitan: torchtitan 2025 compiled"
+    assert trainer_text(work) == "meshwright"

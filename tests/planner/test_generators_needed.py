@@ -9,7 +9,7 @@ import pytest
 
 from meshwright.api.prediction import plan
 from meshwright.config import load_config
-from meshwright.planner.cost.kernel_time import LAUNCH_GAP
+from meshwright.planner.cost.terms.kernel_time import LAUNCH_GAP
 from meshwright.planner.generation import (
     KERNELS_PER_BLOCK,
     MAX_WAIT,

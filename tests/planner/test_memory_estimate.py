@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import time
 from dataclasses import replace
 
 import pytest
 from small_run import load_cpu_config
 
 from meshwright.config import Batch
+from meshwright.errors import ConfigError
 from meshwright.models.architecture import Architecture
-from meshwright.planner.cost.in_flight import peak_candidates, representative_micro_batches, schedule_points
-from meshwright.planner.cost.peak_memory import estimate_memory
-from meshwright.planner.cost.stage_parameters import partition_evenly
-from meshwright.planner.exact.state_memory import state_memory
+from meshwright.planner.cost.peak_memory import estimate_memory, rank_traces, state_memory
+from meshwright.planner.cost.trace.operations import GRADIENTS
+from meshwright.planner.cost.trace.pass_memory import MemoryWalk
+from meshwright.planner.cost.units.stage_parameters import partition_evenly
 from meshwright.planner.hardware.cluster import MIB, preset_cluster
 from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.planner.workload.trainer_profile import TrainerProfile
@@ -27,8 +27,6 @@ from meshwright.planner.workload.trainer_profiles import (
 )
 from meshwright.topology.layout import Layout
 from meshwright.topology.optimizer_state import RULES
-from meshwright.topology.schedule_orders import action_orders
-from meshwright.topology.schedule_timeline import peak_in_flight_by_stage
 from meshwright.topology.unsupported import validate
 
 GIB = 1024 * MIB
@@ -198,39 +196,14 @@ def test_frozen_parameters_have_no_gradients(options):
     assert memory.gradients < 0.8 * memory.parameters
 
 
-@pytest.mark.parametrize("kind", ["interleaved", "zero-bubble", "zbv", "dualpipev"])
-def test_schedule_points_reach_the_schedules_peak_in_flight(kind):
-    stages_per_rank = 2
-    for ranks, micro_steps in ((2, 4), (4, 8), (4, 12)):
-        for pipeline_rank in range(ranks):
-            order = action_orders(kind, ranks, micro_steps, stages_per_rank)[pipeline_rank]
-            expected = peak_in_flight_by_stage(order)
-            points = schedule_points(kind, ranks, micro_steps, stages_per_rank, pipeline_rank)
-            for index, stage in enumerate(sorted(expected)):
-                assert max(point.in_flight[index] for point in points) == expected[stage]
-
-
-@pytest.mark.parametrize("kind", ["interleaved", "zero-bubble", "zbv"])
-def test_peak_in_flight_does_not_grow_with_further_rounds(kind):
-    assert representative_micro_batches(4, 64) == 12
-    for pipeline_rank in range(4):
-        few, many = (peak_candidates(kind, 4, micro_steps, 2, pipeline_rank) for micro_steps in (16, 64))
-        assert max(sum(point.in_flight) for point in few) == max(sum(point.in_flight) for point in many)
-        assert max(sum(point.completed) for point in many) - max(sum(point.completed) for point in few) == 2 * (64 - 16)
-
-
-def test_micro_batches_in_flight_of_1f1b_and_gpipe():
-    for pipeline_rank in range(8):
-        assert max(point.in_flight for point in peak_candidates("1f1b", 8, 64, 1, pipeline_rank)) == (
-            8 - pipeline_rank,
-        )
-        assert max(point.in_flight for point in peak_candidates("gpipe", 8, 64, 1, pipeline_rank)) == (64,)
-
-
 def test_partition_evenly_counts_embedding_and_head_if_layers_do_not_divide():
     assert [len(span) for span in partition_evenly(96, 8)] == [12] * 8
     assert [len(span) for span in partition_evenly(70, 12)] == [5, *[6] * 10, 5]
     assert [len(span) for span in partition_evenly(126, 8)] == [15, *[16] * 6, 15]
+    for layers in range(1, 20):
+        assert {sum(map(len, partition_evenly(layers, stages))) for stages in range(1, layers + 3)} == {layers}
+    with pytest.raises(ConfigError, match="cannot be divided into 8 pipeline stages"):
+        partition_evenly(4, 8)
 
 
 def test_each_memory_optimization_reduces_its_memory_class():
@@ -245,14 +218,29 @@ def test_each_memory_optimization_reduces_its_memory_class():
     assert sharded_optimizer.unsharded > before.unsharded
 
 
-def test_estimate_memory_is_fast():
-    """A search estimates tens of thousands of plans. The bound leaves room for a busy machine."""
+def test_estimate_memory_builds_few_operations():
+    """A search estimates hundreds of plans: ranks with equal stages share passes, and equal blocks one operation."""
     layout = Layout(pipeline=16, shard=128, tensor=8)
     large = job(
         LLAMA_405B, MESHWRIGHT, layout, 1, 16, 8192, sharding="parameters", activation_checkpoint="full", device="h100"
     )
-    estimate_memory(large)
-    start = time.process_time()
-    for _ in range(100):
-        estimate_memory(large)
-    assert (time.process_time() - start) / 100 < 0.005
+    traces = rank_traces(large)
+    estimate_memory(large, traces=traces)
+    different = {id(trace): trace for trace in traces}.values()
+    assert len(traces) == 16
+    assert len(different) == 3
+    operations = [trace.operations(kind) for trace in different for kind, _ in trace.counts]
+    assert sum(map(len, operations)) < 1500
+
+
+def test_allocator_slack_is_a_fraction_of_transient_tensors_and_gradients_that_come_later() -> None:
+    """ZeRO-2: the peak is in the first blocks of backward, and the shards of the other gradients come later."""
+    trainer = replace(MESHWRIGHT, allocator_slack=0.25)
+    planned = job(LLAMA_8B, trainer, Layout(shard=8), 1, 1, 4096, device="h100", sharding="gradients")
+    [memory] = estimate_memory(planned)
+    walk = MemoryWalk()
+    walk.run(rank_traces(planned)[0].walk())
+    later = walk.state[GRADIENTS] - memory.gradients
+    assert later > 0
+    assert memory.unsharded > 0 < memory.activations
+    assert memory.slack == pytest.approx(0.25 * (memory.activations + memory.logits + memory.unsharded) + later)

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from small_run import load_cpu_config
 
-from meshwright.planner.cost.layer_time import optimizer_time
-from meshwright.planner.exact.comm_volume import comm_volume
+from meshwright.planner.cost.comm_volume import comm_volume
+from meshwright.planner.cost.terms.optimizer_time import optimizer_time
 from meshwright.planner.hardware.cluster import preset_cluster
 from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.topology.unsupported import validate

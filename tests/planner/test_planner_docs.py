@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from meshwright.planner.calibration.profile_fit import FITTED_FIELDS
 from meshwright.planner.hardware.cluster import GB, NODE_TYPES, TERA
 from meshwright.planner.workload import trainer_profiles
-from meshwright.planner.workload.trainer_profiles import FITTED_FIELDS
 
 FITTED_PROFILES = (
     trainer_profiles.MESHWRIGHT,
     trainer_profiles.MESHWRIGHT_COMPILED,
     trainer_profiles.COMPOSER,
-    trainer_profiles.TORCHTITAN,
+    trainer_profiles.TORCHTITAN_2024,
+    trainer_profiles.TORCHTITAN_COMPILED,
     trainer_profiles.MEGATRON_2021,
     trainer_profiles.DEEPSPEED,
     trainer_profiles.BRIDGE_2025,

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from itertools import product
 from math import prod
+from random import Random
 
 import pytest
 from planned_cases import CASES, cached_plan, cost_cache, untrainable_workload
@@ -14,14 +15,11 @@ from meshwright.config import load_config
 from meshwright.models.registry import model_architecture
 from meshwright.planner.hardware.resolve_cluster import resolve_cluster
 from meshwright.planner.search.candidate import Candidate, candidate_config, validation_error
+from meshwright.planner.search.choice import CHOICE_TOLERANCE, complexity, expected_seconds
 from meshwright.planner.search.cost_cache import CostCache
-from meshwright.planner.search.search import (
-    MAX_MEMORY_ESTIMATES,
-    TIE_TOLERANCE,
-    complexity,
-    min_memory_candidate,
-    search,
-)
+from meshwright.planner.search.degree_limits import min_memory_candidate
+from meshwright.planner.search.explanation.baselines import build_baselines
+from meshwright.planner.search.search import MAX_MEMORY_ESTIMATES, search
 from meshwright.planner.search.search_space import (
     CHECKPOINT_MODES,
     SHARDINGS,
@@ -34,22 +32,30 @@ from meshwright.planner.search.search_space import (
     sharded_layouts,
 )
 from meshwright.planner.workload.workload import Workload
+from meshwright.planner.workload.workload_args import build_workload, for_trainer
 from meshwright.topology.unsupported import validate
 
 
-def all_feasible_candidates(cache: CostCache):
-    """Yields every candidate that fits, is supported and fills its schedule; skips nothing else."""
-    work, cluster, space = cache.work, cache.cluster, SearchSpace()
+def all_candidates(cache: CostCache):
+    """Yields every candidate that fills its schedule; skips nothing else."""
+    work, cluster, space = cache.work, cache.cluster, SearchSpace().of_trainer(cache.work)
     for degrees in model_parallel_degrees(work, cluster.device_count, cluster.devices_per_node, space):
         for sharding, layouts in sharded_layouts(work, degrees, space):
             sizes = divisors(work.global_batch // degrees.data)
-            for layout, micro, mode in product(layouts, sizes, CHECKPOINT_MODES):
+            for layout, micro, mode in product(layouts, sizes, space.checkpoint_modes):
                 for schedule, stages in pipeline_schedules(work, degrees):
-                    candidate = Candidate(layout, micro, sharding, mode, schedule, stages, degrees.context_method)
-                    if not fills_schedule(schedule, degrees.pipeline, work.global_batch // degrees.data // micro):
-                        continue
-                    if validation_error(work, candidate) is None and cache.fits(candidate):
-                        yield candidate
+                    if fills_schedule(schedule, degrees.pipeline, work.global_batch // degrees.data // micro):
+                        yield Candidate(layout, micro, sharding, mode, schedule, stages, degrees.context_method)
+
+
+def all_feasible_candidates(cache: CostCache):
+    for candidate in all_candidates(cache):
+        if validation_error(cache.work, candidate) is None and cache.fits(candidate):
+            yield candidate
+
+
+def trainer_cache(model: str, cluster: str, trainer: str, *overrides: str) -> CostCache:
+    return CostCache(for_trainer(build_workload(model, overrides), trainer), resolve_cluster(cluster))
 
 
 @pytest.mark.parametrize(
@@ -62,9 +68,9 @@ def all_feasible_candidates(cache: CostCache):
 )
 def test_search_is_as_fast_as_the_exhaustive_search(model, cluster, overrides):
     cache = cost_cache(model, cluster, *overrides)
-    best = min(cache.estimate(candidate).seconds for candidate in all_feasible_candidates(cache))
+    best = min(expected_seconds(cache.estimate(candidate)) for candidate in all_feasible_candidates(cache))
     fresh = cost_cache(model, cluster, *overrides)
-    assert search(fresh).ranked[0].seconds <= (1 + TIE_TOLERANCE) * best
+    assert expected_seconds(search(fresh).ranked[0]) <= (1 + CHOICE_TOLERANCE) * best
 
 
 @pytest.mark.parametrize(("model", "cluster"), CASES)
@@ -82,7 +88,7 @@ def test_every_plan_fits_validates_and_uses_every_device(model, cluster):
 def test_no_ddp_plan_that_fits_is_faster_than_the_chosen_plan(model, cluster):
     result = cached_plan(model, cluster)
     ddp = search(cost_cache(model, cluster), SearchSpace(frozenset())).ranked
-    assert all(result.chosen.seconds <= (1 + TIE_TOLERANCE) * plan.seconds for plan in ddp)
+    assert all(result.chosen.seconds <= (1 + CHOICE_TOLERANCE) * plan.seconds for plan in ddp)
 
 
 @pytest.mark.parametrize(("model", "cluster"), CASES)
@@ -95,8 +101,8 @@ def test_no_plan_beats_the_pareto_front_in_both_time_and_memory(model, cluster):
 
 def test_chosen_plan_is_the_simplest_of_tied_plans():
     ranked = cached_plan("gpt2-124m", "a100-80:8").search.ranked
-    fastest = min(plan.seconds for plan in ranked)
-    tied = [plan for plan in ranked if plan.seconds <= (1 + TIE_TOLERANCE) * fastest]
+    fastest = min(map(expected_seconds, ranked))
+    tied = [plan for plan in ranked if expected_seconds(plan) <= (1 + CHOICE_TOLERANCE) * fastest]
     assert complexity(ranked[0]) == min(map(complexity, tied))
 
 
@@ -113,8 +119,8 @@ def test_search_of_16384_devices_is_bounded_and_imports_no_torch():
     )
     done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True, timeout=120)
     timed, memory_estimates, degrees, plans = map(float, done.stdout.split())
-    assert memory_estimates <= MAX_MEMORY_ESTIMATES + 3 * degrees  # degrees whose search has begun are finished
-    assert timed <= 10 * degrees
+    assert memory_estimates <= MAX_MEMORY_ESTIMATES
+    assert timed <= degrees
     assert plans >= 8
 
 
@@ -201,3 +207,46 @@ def test_ring_attention_is_offered_only_to_families_with_plain_attention():
 
     assert methods("llama") == ["ring", "all-to-all"]
     assert methods("gemma2") == ["all-to-all"]
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "trainer"),
+    [
+        ("llama-8b", "h100:8", "meshwright"),
+        ("deepseek-moe-16b", "h200:8", "meshwright"),
+        ("llama-70b", "h100:8x8", "meshwright"),
+        ("llama-70b", "h100:8x8", "megatron"),
+        ("mixtral-8x7b", "h100:8x4", "megatron"),
+        ("llama-8b", "h100:8", "torchtitan"),
+        ("llama-8b", "l40s:8", "deepspeed"),
+    ],
+)
+def test_lower_bounds_are_at_most_the_estimates(model, cluster, trainer):
+    cache = trainer_cache(
+        model, cluster, trainer, "--batch.global=64" if cluster.endswith("x8") else "--batch.global=16"
+    )
+    candidates = [each for each in all_candidates(cache) if not cache.is_unsupported(each)]
+    for candidate in Random(7).sample(candidates, 60):
+        estimated = cache.estimate(candidate)
+        assert cache.least_seconds(candidate) <= (1 + 1e-9) * estimated.seconds
+        assert cache.least_memory(candidate) <= (1 + 1e-9) * estimated.peak_memory.total
+
+
+@pytest.mark.parametrize(
+    ("model", "cluster", "trainer"),
+    [
+        ("llama-8b", "h100:8", "meshwright"),
+        ("llama-8b", "h100:8", "torchtitan"),
+        ("llama-8b", "a100-40:8", "torchtitan"),
+        ("llama-8b", "l40s:8", "meshwright"),
+        ("llama-8b", "h100:8", "deepspeed"),
+        ("llama-70b", "h100:8x8", "torchtitan"),
+        ("llama-70b", "h100:8x8", "meshwright"),
+    ],
+)
+def test_no_baseline_that_fits_is_faster_than_the_chosen_plan(model, cluster, trainer):
+    cache = trainer_cache(model, cluster, trainer)
+    chosen = search(cache).ranked[0]
+    for baseline in build_baselines(cache):
+        if baseline.estimate is not None and baseline.estimate.peak_memory.total <= cache.memory_limit:
+            assert expected_seconds(chosen) <= (1 + CHOICE_TOLERANCE) * expected_seconds(baseline.estimate)

@@ -15,9 +15,9 @@ from small_run import load_cpu_config
 from meshwright.config import derive_batch
 from meshwright.errors import ConfigError
 from meshwright.planner.calibration.estimator import estimate
-from meshwright.planner.cost.kernel_time import KernelRate, matmul_time
-from meshwright.planner.cost.layer_time import embedding_time, head_time, layer_shape, layer_time
-from meshwright.planner.exact.comm_volume import comm_volume
+from meshwright.planner.cost.comm_volume import comm_volume
+from meshwright.planner.cost.terms.kernel_time import KernelRate, matmul_time
+from meshwright.planner.cost.terms.layer_time import embedding_time, head_time, layer_shape, layer_time
 from meshwright.planner.hardware.cluster import Link, preset_cluster
 from meshwright.planner.hardware.links import GroupPlacement, collective_seconds, group_placement
 from meshwright.planner.workload.planned_job import PlannedJob

@@ -13,7 +13,8 @@ import pytest
 from meshwright.cli import main
 from meshwright.errors import ConfigError
 from meshwright.io import finite
-from meshwright.planner.calibration.published_runs import read_published_runs
+from meshwright.planner.calibration.published.published_fields import MAX_STAGES
+from meshwright.planner.calibration.published.published_runs import parse_run, read_published_runs
 from meshwright.planner.calibration.replay import replay
 from meshwright.planner.hardware.resolve_cluster import measurement_file
 
@@ -84,6 +85,11 @@ IMPOSSIBLE_RUNS = [
     changed_run(model__kv_heads=10**9),
     changed_run(layout__vpp=10**9),
     changed_run(layout__pp=1 << 24, global_batch=1 << 24),
+    changed_run(reported__oom="false"),
+    changed_run(reported__memory_gb="12"),
+    changed_run(model__tied="none"),
+    changed_run(model__gated="no"),
+    changed_run(layout__sp="false"),
 ]
 
 
@@ -107,3 +113,75 @@ def test_replay_rejects_a_file_with_too_many_runs(tmp_path):
     path.write_text("[" + ",".join(["0"] * 6000) + "]")
     with pytest.raises(ConfigError, match="not a list of at most 5,000 runs"):
         read_published_runs(path)
+
+
+PIPELINE = {"source": "Narayanan et al. 2021", "gpu": "A100-80"}
+SLOW_RUNS = [
+    ("10000 x 1", {"gpus": 10_000, "model__layers": 10_000, "layout": {"pp": 10_000}}),
+    ("256 x 9", {"gpus": 256, "model__layers": 2304, "layout": {"pp": 256, "vpp": 9}}),
+    ("16,777,216 micro-batches", {"gpus": 8, "layout": {"pp": 8}, "global_batch": 1 << 24, "micro_batch": 1}),
+    ("topk = 16777216", {"model__experts": 256, "model__topk": 1 << 24, "model__moe_ffn": 64}),
+    ("topk = 2", {"model__topk": 2}),
+]
+
+
+@pytest.mark.parametrize(("reason", "fields"), SLOW_RUNS)
+def test_replay_refuses_a_run_that_would_take_minutes_to_predict(reason, fields, tmp_path):
+    path = tmp_path / "runs.json"
+    path.write_text(json.dumps([changed_run(**PIPELINE, **fields)]))
+    with pytest.raises(ConfigError, match=f"record 0 .*{reason}.* out of range"):
+        read_published_runs(path)
+
+
+def test_stages_that_a_run_does_not_state_are_bounded():
+    row = changed_run(source="NVIDIA/Megatron-LM 2024", gpus=8, layout={"pp": 8}, model__layers=8000)
+    run = parse_run(row, "many layers")
+    assert max(job.stages_per_rank for jobs in run.alternatives for job in jobs) * 8 <= MAX_STAGES
+
+
+@pytest.mark.parametrize("key", ["step_time_s", "tokens_per_s", "mfu", "memory_gb", "oom"])
+def test_null_is_a_figure_that_is_not_stated(key):
+    row = changed_run()
+    stated, null = (parse_run(row | {"reported": row["reported"] | more}, "run") for more in ({}, {key: None}))
+    without = parse_run(
+        row | {"reported": {name: row["reported"][name] for name in row["reported"] if name != key}}, "run"
+    )
+    assert (null.seconds, null.memory, null.out_of_memory) == (without.seconds, without.memory, without.out_of_memory)
+    assert stated.seconds
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [(b"[" + b"9" * 5000 + b"]", "has a number with too many digits"), (b"\xff", "is not JSON")],
+)
+def test_numbers_with_too_many_digits_are_named_without_python(content, message, tmp_path):
+    path = tmp_path / "runs.json"
+    path.write_bytes(content)
+    with pytest.raises(ConfigError, match=message) as raised:
+        read_published_runs(path)
+    assert "sys." not in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--leave-one-out",), "--leave-one-out is for published runs"),
+        (("tiny", "--leave-one-out"), "--leave-one-out is for published runs"),
+        (("--replay", "{}", "--leave-one-out"), "--leave-one-out is for published runs"),
+        (("tiny", "--replay", "{}"), "tiny is given"),
+        (("tiny", "--explain", "99"), "the list has 5 plans; expected 1 to 5"),
+        (("tiny", "--trainer", "torchtitan", "--out", "{}/plan.toml"), "a plan for torchtitan cannot be written"),
+        (("tiny", "--cluster", "a100:8"), "did you mean a100-40:8 or a100-80:8?"),
+        (("tiny", "--cluster", "h100x8"), "did you mean h100:8?"),
+        (("tiny", "--cluster", "h100:8x99999999"), "out of range"),
+    ],
+)
+def test_options_that_would_be_ignored_are_refused_before_the_search(args, message, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr("meshwright.planner.search.plan_result.search", lambda *_, **__: pytest.fail("it searched"))
+    assert message in error_of(capsys, "plan", *(arg.format(tmp_path) for arg in args))
+
+
+def test_home_folder_that_cannot_be_created_is_a_one_line_error(tmp_path, monkeypatch, capsys):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("MESHWRIGHT_HOME", str(tmp_path / "file" / "home"))
+    assert "try --out FILE, or MESHWRIGHT_HOME=DIR" in error_of(capsys, "plan", "measure")

@@ -8,7 +8,6 @@ import ast
 import re
 import subprocess
 import sys
-import time
 import tomllib
 from collections import Counter
 from graphlib import TopologicalSorter
@@ -22,7 +21,6 @@ ROOT = Path(__file__).parents[2]
 FOLDERS = ("meshwright", "tests", "benchmarks", "fuzz", "examples")
 FILES = sorted(path for folder in FOLDERS for path in (ROOT / folder).rglob("*.py"))
 PACKAGE = [path for path in FILES if path.is_relative_to(ROOT / "meshwright")]
-MESHWRIGHT = str(Path(sys.executable).with_name("meshwright"))
 MAX_LINES = 400
 MAX_MODULES = 14
 TORCH_FREE_IMPORTS = ["cli", "config", "topology", "planner", "recover", "observe", "api", "launch.fork_server"]
@@ -83,15 +81,14 @@ def test_modules_have_no_import_cycles():
     TopologicalSorter(graph).prepare()  # raises CycleError with the modules of the cycle
 
 
-def test_help_is_quick_and_does_not_import_torch():
-    code = "import sys; from meshwright.cli import main; main(['--help']); assert 'torch' not in sys.modules"
+def test_help_imports_few_modules_and_not_torch():
+    """What `--help` takes is the time of its imports."""
+    code = (
+        "import sys; from meshwright.cli import main; main(['--help'])\n"
+        "assert 'torch' not in sys.modules\n"
+        "assert len(sys.modules) < 250, len(sys.modules)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
-    seconds = []
-    for _ in range(5):
-        start = time.perf_counter()
-        subprocess.run([MESHWRIGHT, "--help"], check=True, capture_output=True)
-        seconds.append(time.perf_counter() - start)
-    assert min(seconds) < 0.3  # the best of five: the machine may be busy, the import path is not
 
 
 def test_torch_free_packages_do_not_import_torch():

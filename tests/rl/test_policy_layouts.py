@@ -16,7 +16,7 @@ from meshwright.models.init import build_model
 from meshwright.optim.build import build_optimizer
 from meshwright.parallel.local_shard import full_tensor
 from meshwright.parallel.parallel_spec import ParallelSpec
-from meshwright.planner.exact.comm_volume import CollectiveVolume, comm_volume
+from meshwright.planner.cost.comm_volume import CollectiveVolume, comm_volume
 from meshwright.rl.policy_head import PolicyHead, use_policy_objective
 from meshwright.telemetry.step_clock import StepClock
 from meshwright.testing import run_ranks

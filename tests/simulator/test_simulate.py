@@ -92,7 +92,7 @@ def test_simulate_reports_an_error_of_torch_in_one_line(monkeypatch):
     def fail(*_args):
         raise RuntimeError("Stages do not match\n  at line 2")
 
-    monkeypatch.setattr(simulate, "run_second_step", fail)
+    monkeypatch.setattr(simulate, "trace_steps", fail)
     expected = r"layout replicate 2, rank 0: torch cannot build this layout: Stages do not match; try another layout"
     with pytest.raises(ConfigError, match=expected):
         meshwright.simulate(load_cpu_config(overrides=SMALL))
@@ -104,7 +104,7 @@ def test_interrupted_simulation_destroys_the_fake_process_group(monkeypatch):
     def interrupt(*_args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(simulate, "run_second_step", interrupt)
+    monkeypatch.setattr(simulate, "trace_steps", interrupt)
     with pytest.raises(KeyboardInterrupt):
         meshwright.simulate(load_cpu_config(overrides=SMALL))
     assert not dist.is_initialized()

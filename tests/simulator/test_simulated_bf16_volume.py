@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 from small_run import load_cpu_config
 
-from meshwright.planner.exact.comm_volume import CollectiveVolume, comm_volume
-from meshwright.planner.exact.compare import compare_rows
+from meshwright.planner.cost.comm_volume import CollectiveVolume, comm_volume
+from meshwright.planner.cost.compare_volumes import compare_rows
 from meshwright.simulator.simulate import simulate_rank
 from meshwright.topology.unsupported import validate
 

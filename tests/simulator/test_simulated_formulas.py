@@ -8,11 +8,10 @@ from small_run import load_cpu_config
 from step_harness import accumulating_config
 
 from meshwright.config import RunConfig
-from meshwright.planner.cost.peak_memory import estimate_memory
-from meshwright.planner.exact.activation_messages import data_dependent_axes
-from meshwright.planner.exact.comm_volume import CollectiveVolume, comm_volume
-from meshwright.planner.exact.compare import compare_rows
-from meshwright.planner.exact.state_memory import state_memory
+from meshwright.planner.cost.comm_volume import CollectiveVolume, comm_volume
+from meshwright.planner.cost.compare_volumes import compare_rows
+from meshwright.planner.cost.peak_memory import estimate_memory, state_memory
+from meshwright.planner.cost.trace.activation_messages import data_dependent_axes
 from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.simulator.simulate import simulate_rank
 from meshwright.topology.unsupported import validate

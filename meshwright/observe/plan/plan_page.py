@@ -9,15 +9,34 @@ from markupsafe import Markup
 from meshwright.io import format_bytes, format_count, format_percent, format_seconds
 from meshwright.observe.html_templates import template_environment
 from meshwright.observe.plan.plan_svg import memory_picture, pareto_picture, pipeline_picture, step_picture
-from meshwright.observe.plan.plan_text import title
+from meshwright.observe.plan.plan_tables import relative_time
+from meshwright.observe.plan.plan_text import describe_cost, describe_risk, scaling_sentences, title
+from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.describe import describe_execution, describe_layout, describe_plan, exposed_seconds
+from meshwright.planner.search.choice import memory_accuracy
+from meshwright.planner.search.explanation.baselines import Baseline
 from meshwright.planner.search.plan_result import PlanResult
 from meshwright.planner.search.scaling import ScalingRow, ScalingTable
+from meshwright.planner.search.settings import SettingChange
+from meshwright.planner.search.trainer_rules import flop_convention, trainer_mfu
 from meshwright.version import __version__
 
 MIN_PLANS = 10
 """The plans that the page lists if the terminal lists fewer."""
-PLAN_HEADINGS = ("", "layout", "execution", "step", "80% interval", "MFU", "memory", "exposed comm", "bubble")
+PLAN_HEADINGS = (
+    "",
+    "layout",
+    "execution",
+    "step",
+    "80% interval",
+    "MFU",
+    "memory",
+    "exposed comm",
+    "bubble",
+    "similar",
+)
+BASELINE_HEADINGS = ("baseline", "plan", "step", "vs plan", "memory", "of device", "fits")
+SETTING_HEADINGS = ("setting", "option", "step", "memory", "fits")
 SCALING_HEADINGS = (
     "",
     "devices",
@@ -52,11 +71,22 @@ def page_context(result: PlanResult, top: int) -> dict[str, Any]:
             "step time": format_seconds(plan.seconds),
             "80% interval": f"{plan.interval_low:.3g} to {plan.interval_high:.3g} s",
             "tokens per second": format_count(plan.tokens_per_second),
-            "MFU": f"{plan.mfu:.1%}",
-            f"memory of {format_bytes(plan.job.cluster.device.memory)}": format_bytes(plan.peak_memory.total),
+            f"MFU as {work.trainer_name} counts it": f"{trainer_mfu(plan, work.trainer_name):.1%}",
+            f"memory of {format_bytes(plan.job.cluster.device.memory)}, {work.headroom:.0%} headroom": (
+                f"{format_bytes(plan.peak_memory.total)}, "
+                f"{format_percent(plan.peak_memory.total / plan.job.cluster.device.memory)}"
+            ),
             "exposed communication": format_percent(exposed_seconds(plan) / plan.seconds),
         },
         "uncertainty": plan.main_uncertainty,
+        "memory_accuracy": f"{memory_accuracy(plan.job):.0%}",
+        "memory_risk": describe_risk(plan),
+        "flop_convention": flop_convention(work.trainer_name),
+        "cost": describe_cost(result.cost) if result.cost else "",
+        "baseline_headings": BASELINE_HEADINGS,
+        "baselines": [baseline_row(row, plan) for row in result.baselines],
+        "setting_headings": SETTING_HEADINGS,
+        "settings": [setting_row(change) for change in result.settings],
         "memory_picture": Markup(memory_picture(plan)),
         "step_picture": Markup(step_picture(plan)),
         "pipeline_picture": Markup(schedule),
@@ -79,8 +109,25 @@ def page_context(result: PlanResult, top: int) -> dict[str, Any]:
         "plan_headings": PLAN_HEADINGS,
         "plans": plan_rows(result, top),
         "chosen": result.position - 1,
-        "scaling": scaling_context(result.scaling) if result.scaling else None,
+        "scaling": scaling_context(result, result.scaling) if result.scaling else None,
     }
+
+
+def baseline_row(row: Baseline, chosen: Estimate) -> list[str]:
+    plan = row.estimate
+    if plan is None:
+        return [row.name, "-", "-", "-", "-", "-", f"not possible: {row.reason}"]
+    used = plan.peak_memory.total
+    figures = [format_seconds(plan.seconds), relative_time(plan, chosen)] if not row.reason else ["-", "-"]
+    share = format_percent(used / plan.job.cluster.device.memory)
+    fits = f"no: {row.reason}" if row.reason else "yes"
+    return [row.name, describe_plan(plan.job), *figures, format_bytes(used), share, fits]
+
+
+def setting_row(change: SettingChange) -> list[str]:
+    sign = "+" if change.memory_change >= 0 else "-"
+    memory = f"{sign}{format_bytes(abs(change.memory_change))}"
+    return [change.name, change.option, f"{change.time_change:+.0%}", memory, "yes" if change.fits else "no"]
 
 
 def explanation_parts(result: PlanResult) -> dict[str, list[str]]:
@@ -91,6 +138,7 @@ def explanation_parts(result: PlanResult) -> dict[str, list[str]]:
 
 
 def plan_rows(result: PlanResult, top: int) -> list[list[str]]:
+    listed = [(row.best, row.similar) for row in result.listed[: max(top, MIN_PLANS)]]
     return [
         [
             str(position),
@@ -98,23 +146,25 @@ def plan_rows(result: PlanResult, top: int) -> list[list[str]]:
             describe_execution(plan.job),
             format_seconds(plan.seconds),
             f"{plan.interval_low:.3g} to {plan.interval_high:.3g} s",
-            f"{plan.mfu:.1%}",
-            format_bytes(plan.peak_memory.total),
+            f"{trainer_mfu(plan, result.workload.trainer_name):.1%}",
+            f"{format_bytes(plan.peak_memory.total)}, "
+            f"{format_percent(plan.peak_memory.total / plan.job.cluster.device.memory)}",
             format_percent(exposed_seconds(plan) / plan.seconds),
             format_percent(plan.phases.get("bubble", 0.0) / plan.seconds),
+            str(similar or ""),
         ]
-        for position, plan in enumerate(result.search.ranked[: max(top, MIN_PLANS)], 1)
+        for position, (plan, similar) in enumerate(listed, 1)
     ]
 
 
-def scaling_context(table: ScalingTable) -> dict[str, Any]:
+def scaling_context(result: PlanResult, table: ScalingTable) -> dict[str, Any]:
     return {
         "headings": SCALING_HEADINGS,
         "tables": {
             "Strong scaling: the same batch on more devices": [scaling_row(row) for row in table.strong],
             "Weak scaling: the batch grows with the devices": [scaling_row(row) for row in table.weak],
         },
-        "serial_fraction": f"{table.serial_fraction:.1%}",
+        "sentences": scaling_sentences(result, table),
         "assumption": table.assumption,
     }
 

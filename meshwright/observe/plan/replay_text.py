@@ -8,21 +8,24 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from meshwright.io import format_percent, printable
+from meshwright.io import format_number_of, format_percent, printable
 from meshwright.observe.console import make_console
 
 MAX_SOURCE_LENGTH = 60
 TOTALS = ("fully stated", "all")
 """Rows over all sources, in bold."""
-TIME_CAPTION = (
-    "Errors are absolute errors of the step time. Other trainer: the median error with the fitted constants of the "
-    "nearest other trainer. Inside: runs within their 80 % interval."
+TIME_CAPTION = "Errors are absolute errors of the step time. Inside: runs within their 80 % interval."
+LEFT_OUT_CAPTION = (
+    " Source, device left out: the median error with constants of trainers that are fitted without the source, or "
+    "without the device and others of its chip, of each run. Not left out: the sustained fraction of a device that "
+    "another source used as well, and constants of MoE layers by release."
 )
 MEMORY_CAPTION = (
-    "OOM found: runs that ran out of memory, and were predicted not to fit. False OOM: runs that ran, and were "
-    "predicted not to fit. Sweeps are runs of the same work on different layouts: rank correlation (Kendall tau) of "
-    "predicted and measured step time, and regret, the extra time of the layout that was predicted to be the fastest; "
-    "both are means over sweeps."
+    "Bias: the median signed error. OOM found: runs that ran out of memory, and were predicted not to fit. False OOM: "
+    "runs that ran, and were predicted not to fit, without those whose activation checkpointing, offload or sharding "
+    "was assumed to be what fits. Sweeps are runs of the same work on different layouts: rank "
+    "correlation (Kendall tau) of predicted and measured step time, and regret, the extra time of the layout that was "
+    "predicted to be the fastest; both are means over sweeps."
 )
 
 
@@ -34,26 +37,25 @@ def show_replay(replayed: dict[str, Any], console: Console | None = None) -> Non
     console.print()
     console.print(memory_table(scores))
     console.print()
-    console.print(
-        f"[dim]{len(replayed['records'])} runs predicted, {len(replayed['left_out'])} excluded (--json gives the "
-        "reasons)[/]"
-    )
+    runs, excluded = format_number_of(len(replayed["records"]), "run"), len(replayed["left_out"])
+    console.print(f"[dim]{runs} predicted, {excluded} excluded (--json gives the reasons)[/]")
 
 
 def time_table(scores: list[dict[str, Any]]) -> Table:
     """Builds the table of step-time errors."""
-    headings = (
-        "timed\nruns",
-        "median\nerror",
-        "90th\npercentile",
-        "mean\nerror",
-        "other\ntrainer",
-        "inside\n80 %\ninterval",
-    )
-    table = score_table("Step time: predicted against measured", TIME_CAPTION, headings)
+    leaves_out = any(score["source_left_out"] is not None for score in scores)
+    headings = ["timed\nruns", "median\nerror", "90th\npercentile", "inside\n80 %\ninterval"]
+    keys = ["median", "ninth", "inside"]
+    if leaves_out:
+        headings += ["source\nleft\nout", "device\nleft\nout"]
+        keys += ["source_left_out", "device_left_out"]
+    else:
+        headings.append("mean\nerror")
+        keys.append("mean")
+    caption = TIME_CAPTION + (LEFT_OUT_CAPTION if leaves_out else "")
+    table = score_table("Step time: predicted against measured", caption, tuple(headings))
     for score in scores:
-        errors = (format_error(score[key]) for key in ("median", "ninth", "mean", "alone", "inside"))
-        add_score(table, score, str(score["timed"]), *errors)
+        add_score(table, score, str(score["timed"]), *(format_error(score[key]) for key in keys))
     return table
 
 
@@ -61,24 +63,26 @@ def memory_table(scores: list[dict[str, Any]]) -> Table:
     """Builds the table of memory errors and of how well layouts are ranked."""
     headings = (
         "memory\nmedian\nerror",
-        "memory\n90th\npercentile",
+        "90th\nperc.",
+        "bias",
         "OOM\nfound",
         "false\nOOM",
         "sweeps",
-        "rank\ncorrel.\n(tau)",
+        "rank\ncorr.\n(tau)",
         "regret",
     )
     table = score_table("Memory and ranking of layouts", MEMORY_CAPTION, headings)
     for score in scores:
-        if not (score["weighed"] or score["oom"] or score["wrongly"] or score["sweeps"]):
+        if not (score["weighed"] or score["oom"] or score["could_be_wrong"] or score["sweeps"]):
             continue
         add_score(
             table,
             score,
             format_error(score["memory_median"]),
             format_error(score["memory_ninth"]),
+            format_error(score["memory_bias"]),
             f"{score['oom_right']}/{score['oom']}" if score["oom"] else "",
-            str(score["wrongly"] or ""),
+            f"{score['wrongly']}/{score['could_be_wrong']}" if score["could_be_wrong"] else "",
             str(score["sweeps"] or ""),
             "" if score["tau"] is None else f"{score['tau']:.2f}",
             format_error(score["regret"]),

@@ -21,7 +21,7 @@ from meshwright.observe.report.profiled_steps import profiled_exposure
 from meshwright.observe.report.run_report import Report
 from meshwright.observe.rollout_text import account_lines
 from meshwright.observe.run_header import format_ranks
-from meshwright.planner.exact.compare import VolumeComparison
+from meshwright.planner.cost.compare_volumes import VolumeComparison
 
 MISMATCH_STYLE = "bold red"
 DIFFERENT = "DIFFERENT"

@@ -23,8 +23,8 @@ from meshwright.observe.report.compared_figures import (
 )
 from meshwright.observe.report.generator_figures import generator_rows, read_rollout_events
 from meshwright.observe.report.planned_machine import machine_notes
-from meshwright.planner.exact.comm_volume import CollectiveVolume
-from meshwright.planner.exact.compare import VolumeComparison, compare_volumes
+from meshwright.planner.cost.comm_volume import CollectiveVolume
+from meshwright.planner.cost.compare_volumes import VolumeComparison, compare_volumes
 from meshwright.telemetry.run_folder import RunFolder
 from meshwright.telemetry.untrusted_records import (
     RecordedCounters,

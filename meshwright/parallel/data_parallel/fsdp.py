@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Literal
@@ -35,7 +35,7 @@ from meshwright.parallel.mesh import Meshes
 from meshwright.parallel.parallel_model import ParallelModel, rounded_parameters
 from meshwright.parallel.parallel_spec import ParallelSpec, find_blocks, fsdp_units
 from meshwright.topology.parameter_shapes import fsdp_shard_dim
-from meshwright.torch_private import fsdp_tensors, keep_reduced_gradients
+from meshwright.torch_private import backward_id, fsdp_tensors, keep_reduced_gradients
 
 Sharding = Literal["none", "optimizer", "gradients", "parameters"]
 
@@ -74,6 +74,7 @@ class FSDPModel(ParallelModel):
                 mp_policy=mixed_precision_policy(config, self.mesh_size, first=False),
                 shard_placement_fn=partial(shard_placement, meshes.expert_data_mesh),
             )
+            reduce_in_place(as_fsdp_module(expert_weights), meshes.expert_data_mesh)
         for unit in units:
             for child in unit:
                 allocate(child)
@@ -86,16 +87,19 @@ class FSDPModel(ParallelModel):
                 shard_placement_fn=partial(shard_placement, data_mesh),
                 ignored_params=set(find_scalars(*unit)),
             )
+            reduce_in_place(as_fsdp_module(unit[0]), data_mesh)
         allocate(module)  # the parameters of no other unit
         ignore_view_warning([module])
         fully_shard(
             module,
             mesh=data_mesh,
-            reshard_after_forward=reshard,
+            # Backward begins with the root: one rank would free its parameters and copy them again at once.
+            reshard_after_forward=reshard if data_mesh.size(-1) > 1 else False,
             mp_policy=mixed_precision_policy(config, self.mesh_size, first=True),
             ignored_params=set(find_scalars(module)),
         )
         self.root = as_fsdp_module(module)
+        reduce_in_place(self.root, data_mesh)
         self.block_calls = BlockCalls(block for block in find_blocks(module, spec) if block is not module)
         for unit_module in self.units():
             if self.mesh_size > 1:  # one rank would copy its gradients to divide them by 1
@@ -190,6 +194,34 @@ def shard_placement(mesh: DeviceMesh, parameter: nn.Parameter) -> Shard:
     """The dimension of a parameter that FSDP2 shards. The last dimension of the mesh is the shard dimension."""
     local = parameter.to_local() if isinstance(parameter, DTensor) else parameter
     return Shard(fsdp_shard_dim(tuple(local.shape), mesh.size(-1)))
+
+
+def reduce_in_place(unit: FSDPModule, mesh: DeviceMesh) -> None:
+    """Spares a unit that is sharded over one rank a copy of its gradients."""
+    if mesh.size(-1) == 1:
+        unit.set_custom_reduce_scatter(InPlaceReduceScatter())  # type: ignore[arg-type]
+
+
+class InPlaceReduceScatter:
+    """The reduce-scatter of a shard group of one rank. FSDP2 copies its input to its output instead of calling it; both
+    are one tensor here, and torch does not copy a tensor to itself. FSDP2 allocates the input first, on the stream that
+    computes, and then the output, on the stream that reduces. The input of a backward that raised in between is dropped
+    by the next one.
+    """
+
+    def __init__(self) -> None:
+        self.input: Tensor | None = None
+        self.backward = -1
+
+    def allocate(self, size: Sequence[int | torch.SymInt], *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        if self.input is None or self.backward != backward_id():
+            self.backward = backward_id()
+            self.input = torch.empty(*size, dtype=dtype, device=device)
+            return self.input
+        output, self.input = self.input, None
+        if output.is_cuda:  # its memory is not reused before the stream that reduces has used it
+            output.record_stream(torch.cuda.current_stream(device))
+        return output
 
 
 def mixed_precision_policy(config: RunConfig, ranks: int, first: bool) -> MixedPrecisionPolicy:

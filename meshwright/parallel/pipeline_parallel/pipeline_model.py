@@ -26,7 +26,7 @@ from meshwright.parallel.parallel_model import Autocast, InFlightTracker, Parall
 from meshwright.parallel.pipeline_parallel.stages import PipelineStages, StagePlan
 from meshwright.parallel.pipeline_parallel.stand_ins import ModelTrace, StagePass, TensorShape
 from meshwright.topology.schedules import SCHEDULES
-from meshwright.torch_private import StageWithFilteredP2P
+from meshwright.torch_private import StageWithFilteredP2P, initialize_stages
 
 
 class TrackedStage(StageWithFilteredP2P):
@@ -164,11 +164,7 @@ class PipelineModel(ParallelModel):
         self.in_flight, self.scale_loss = InFlightTracker(hooks.enter), hooks.scale_loss
         for stage_model in self.stages.values():
             stage_model.accumulate(len(micro_batches))
-        trace = self._trace(micro_batches[0], hooks.autocast)
-        shapes = require_equal_shapes(micro_batches)
-        if self.scheduled != (shapes, len(micro_batches)):
-            self._build_schedule(trace, len(micro_batches))
-            self.scheduled = shapes, len(micro_batches)
+        self._schedule(micro_batches, hooks.autocast)
         with self.micro_step(last=True):
             for stage in self.tracked_stages:
                 stage.in_flight = self.in_flight
@@ -181,6 +177,19 @@ class PipelineModel(ParallelModel):
             for tied in self.divided.tied:
                 tied.sum_gradients(self.group)
         return self.in_flight
+
+    def _schedule(self, micro_batches: Sequence[tuple[Tensor, ...]], autocast: Autocast) -> None:
+        """Prepares the stages, and builds the schedule unless the last one was for as many equal micro-batches."""
+        trace = self._trace(micro_batches[0], autocast)
+        shapes = require_equal_shapes(micro_batches)
+        if self.scheduled != (shapes, len(micro_batches)):
+            self._build_schedule(trace, len(micro_batches))
+            self.scheduled = shapes, len(micro_batches)
+
+    def prepare_schedule(self, micro_batches: Sequence[tuple[Tensor, ...]], autocast: Autocast) -> None:
+        """Builds the schedule of such a step, and the buffers that its stages receive into."""
+        self._schedule(micro_batches, autocast)
+        initialize_stages(self.schedule, self.tracked_stages, named_columns(micro_batches[0]), micro_batches[0][-1])
 
     def forward_loss(self, *inputs: Tensor) -> Tensor:
         """Runs the stages one after another. The rank of the last stage returns the loss, the others return zero."""

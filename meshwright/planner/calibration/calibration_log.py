@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import os
+import socket
 from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from math import exp, log, log2
 from operator import sub
@@ -29,8 +30,12 @@ MAX_FILE_BYTES = 1 << 20
 """Size limit of the log; there are at most two files of this size."""
 MAX_LINE_BYTES = 4096
 """Size limit of one record."""
+MAX_HOST_LENGTH = 255
 MAX_NEAREST_RECORDS = 8
 """Limit on the records that a correction factor is derived from."""
+PRIOR_RUNS = 0.5
+"""Number of runs that the cost model itself counts for: a factor is shrunk towards 1 as if so many more runs had
+measured exactly what was predicted. One run removes two thirds of its own error, in logarithms, and eight 94 %."""
 MAX_COMPARABLE_DOUBLINGS = 6.0
 """Two workloads are comparable if parameters, width and sequence length differ by at most this many doublings."""
 
@@ -131,13 +136,16 @@ class CalibrationRecord:
     """predicted peak bytes of tensors on rank 0"""
     measured_memory: Bytes | None = None
     """measured peak bytes of tensors on rank 0"""
+    host: str = ""
+    """name of the host; runs of one host do not correct another one, even if both share a home folder"""
 
     @classmethod
     def from_job(
         cls, job: PlannedJob, seconds: tuple[float, float], memory: tuple[float, float] | None = None
     ) -> CalibrationRecord:
         """Returns the record of a job; `seconds` and `memory` are (predicted, measured)."""
-        return cls(job.cluster.name, job.model.name, JobSignature.from_job(job), *seconds, *(memory or (None, None)))
+        record = cls(job.cluster.name, job.model.name, JobSignature.from_job(job), *seconds, *(memory or (None, None)))
+        return replace(record, host=this_host())
 
     def ratio(self, quantity: str) -> float | None:
         """Returns measured / predicted of a quantity, "seconds" or "memory"; None if it was not measured."""
@@ -150,11 +158,16 @@ class CorrectionFactor:
     """The factor that predictions are multiplied by."""
 
     ratio: float = 1.0
-    """median of measured / predicted"""
+    """median of measured / predicted, shrunk towards 1 if there are few records"""
     spread: float = 1.0
-    """measured / corrected is between 1 / spread and spread in 80 % of the records"""
+    """measured / corrected is between 1 / spread and spread in 80 % of the records, by weight"""
     runs: int = 0
     """number of records; the spread of fewer than three means little"""
+
+
+def this_host() -> str:
+    """Returns the name of this host."""
+    return socket.gethostname()[:MAX_HOST_LENGTH]
 
 
 def calibration_file() -> Path:
@@ -227,10 +240,12 @@ def parse_record(tree: Any) -> CalibrationRecord:
 
 
 def correction_factor(signature: JobSignature, records: Sequence[CalibrationRecord], quantity: str) -> CorrectionFactor:
-    """Returns the weighted median of measured / predicted, in logarithms, over the nearest comparable records.
+    """Returns the weighted median of measured / predicted, in logarithms, over the nearest comparable records, shrunk
+    towards 1 by PRIOR_RUNS.
 
     Among equally near records the newest count. The weight of a record halves with every doubling of distance. A factor
-    exists for all candidates of a workload or for none: otherwise layouts that nobody tried would look best.
+    exists for all candidates of a workload or for none, and is shrunk by the number of records, not by their distance:
+    otherwise layouts that nobody tried would look best.
     """
     rated = []
     for age, record in enumerate(reversed(records)):
@@ -243,8 +258,9 @@ def correction_factor(signature: JobSignature, records: Sequence[CalibrationReco
     weights = [2 ** (nearest[0][0] - distance) for distance, _, _ in nearest]
     ratios = [ratio for _, _, ratio in nearest]
     median = (quantile(ratios, weights, 0.5) - quantile([-ratio for ratio in ratios], weights, 0.5)) / 2
-    deviation = quantile([abs(ratio - median) for ratio in ratios], weights, 0.8)
-    return CorrectionFactor(exp(median), exp(deviation), len(ratios))
+    correction = median * len(ratios) / (len(ratios) + PRIOR_RUNS)
+    deviation = quantile([abs(ratio - correction) for ratio in ratios], weights, 0.8)
+    return CorrectionFactor(exp(correction), exp(deviation), len(ratios))
 
 
 def quantile(values: Sequence[float], weights: Sequence[float], fraction: float) -> float:

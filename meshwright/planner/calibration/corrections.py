@@ -23,6 +23,7 @@ from meshwright.planner.calibration.calibration_log import (
     correction_factor,
     read_records,
     rotated_file,
+    this_host,
 )
 from meshwright.planner.cost.estimate import Estimate, MemoryEstimate
 from meshwright.planner.cost.uncertainty import MIN_UNCERTAINTY
@@ -65,6 +66,15 @@ class Corrections:
             self.comparable[key] = [record for record in self.records if signature.is_comparable(record.signature)]
         return self.comparable[key]
 
+    def applied(self, job: PlannedJob) -> list[dict[str, Any]]:
+        """Returns the figures of a job that are corrected, each with its factor, its spread and the number of runs."""
+        factors = {quantity: self.factor(job, quantity) for quantity in ("seconds", "memory")}
+        return [
+            {"figure": quantity, "factor": factor.ratio, "spread": factor.spread, "runs": factor.runs}
+            for quantity, factor in factors.items()
+            if factor.runs
+        ]
+
     def correct_memory(self, job: PlannedJob, memory_by_rank: list[MemoryEstimate]) -> list[MemoryEstimate]:
         """Corrects memory by changing activations: parameters, gradients and optimizer state are exact."""
         ratio = self.factor(job, "memory").ratio
@@ -86,8 +96,6 @@ class Corrections:
             weighted = MIN_RUNS_FOR_SPREAD * width + seconds.runs * log(seconds.spread)
             width = max(MIN_UNCERTAINTY, weighted / (MIN_RUNS_FOR_SPREAD + seconds.runs))
         center = estimate.seconds * seconds.ratio * sqrt(high * low) / estimate.seconds
-        memory_note = f", memory x{memory.ratio:.3g}" if abs(memory.ratio - 1) >= 0.005 else ""
-        runs = "1 similar run" if seconds.runs == 1 else f"{seconds.runs} similar runs"
         return replace(
             estimate,
             phases={phase: phase_seconds * seconds.ratio for phase, phase_seconds in estimate.phases.items()},
@@ -99,8 +107,18 @@ class Corrections:
             ],
             interval_low=center * exp(-width),
             interval_high=center * exp(width),
-            notes=[*estimate.notes, f"corrected x{seconds.ratio:.3g}{memory_note} by {runs} on this machine"],
+            notes=[*estimate.notes, correction_note(seconds, memory)],
         )
+
+
+def correction_note(seconds: CorrectionFactor, memory: CorrectionFactor) -> str:
+    """Says which figures are corrected, by which factor, and by how many runs."""
+    note = f"step time corrected x{seconds.ratio:.3g} by {count_runs(seconds.runs)} on this machine"
+    return f"{note}, memory x{memory.ratio:.3g} by {count_runs(memory.runs)}" if memory.runs else note
+
+
+def count_runs(runs: int) -> str:
+    return "1 similar run" if runs == 1 else f"{runs} similar runs"
 
 
 UNCORRECTED = Corrections()
@@ -128,18 +146,20 @@ def corrections_for(cluster: Cluster) -> Corrections:
         return UNCORRECTED
     file = calibration_file()
     versions = tuple(map(file_version, (file, rotated_file(file))))
-    return Corrections(*newest_records(cluster.device.name, file, versions))
+    return Corrections(*newest_records(cluster.device.name, this_host(), file, versions))
 
 
 @lru_cache(maxsize=4)
 def newest_records(
-    device: str, file: Path, _versions: tuple[tuple[int, int], ...]
+    device: str, host: str, file: Path, _versions: tuple[tuple[int, int], ...]
 ) -> tuple[tuple[CalibrationRecord, ...], int]:
-    """Returns the newest records of a device and the number of damaged lines; cached while the files do not change."""
+    """Returns the newest records of a host's device and the number of damaged lines; cached while no file changes."""
     newest: list[CalibrationRecord] = []
     repeats: Counter[JobSignature] = Counter()
     records, damaged = read_records(file)
     for record in reversed(records):
+        if record.host != host:
+            continue
         repeats[record.signature] += 1
         if (
             record.signature.device == device

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from meshwright.planner.calibration.corrections import corrections_for
 from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.describe import exposed_seconds, memory_by_class
 from meshwright.topology.axes import AXES
@@ -23,6 +24,7 @@ def prediction_record(estimate: Estimate) -> dict[str, Any]:
     | memory | bytes by class on the pipeline rank with the largest peak |
     | memory.tensors, memory.reserved | peak_total of the memory tracker, peak reserved memory of torch's allocator |
     | communication | the communication counter's rows by axis and collective: message bytes, calls and their product |
+    | corrections | the figures that finished runs on this machine corrected: factor, spread and number of runs |
     """
     job, memory = estimate.job, estimate.peak_memory
     return {
@@ -47,7 +49,7 @@ def prediction_record(estimate: Estimate) -> dict[str, Any]:
         "fits": estimate.fits,
         "memory": {
             "capacity": job.cluster.device.memory,
-            "stage": estimate.memory_by_rank.index(memory),
+            "stage": memory.rank,
             **memory_by_class(memory),
             "tensors": memory.tensors,
             "reserved": memory.reserved,
@@ -68,6 +70,7 @@ def prediction_record(estimate: Estimate) -> dict[str, Any]:
             }
             for call in estimate.calls
         ],
+        "corrections": corrections_for(job.cluster).applied(job),
         "notes": list(estimate.notes),
     }
 

@@ -3,10 +3,12 @@
 | score | of |
 |---|---|
 | median, 90th percentile and mean error | absolute relative error of the step time |
-| unfitted median | median error with the fitted constants of the most similar trainer of another publisher |
+| source left out, device left out | median error with constants fitted without the source, or without the device |
 | inside | fraction of runs that are inside their 80 % interval |
 | memory median and 90th percentile | absolute relative error of memory, of the kind that the source reports |
-| out of memory, false out of memory | runs that ran out of memory; runs that ran, and are predicted not to fit |
+| memory bias | median of the signed relative error of memory |
+| out of memory | runs that ran out of memory, and those of them that are predicted not to fit |
+| false out of memory | runs that ran, and are predicted not to fit, of those whose settings were not assumed to fit |
 | Kendall tau, regret | over sweeps (the same work on several layouts): rank correlation, and the cost of the choice |
 """
 
@@ -16,17 +18,22 @@ import re
 from collections import defaultdict
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from math import ceil, exp, hypot, log
 from pathlib import Path
 from statistics import mean, median
 from typing import Any
 
 from meshwright.planner.calibration.estimator import estimate
-from meshwright.planner.calibration.published_runs import PublishedRun, read_published_runs
+from meshwright.planner.calibration.leave_one_out import LeftOut, chip, leave_one_out
+from meshwright.planner.calibration.published.published_runs import PublishedRun, read_published_runs
 from meshwright.planner.cost.estimate import Estimate
-from meshwright.planner.workload.trainer_profiles import unfitted_profile
+from meshwright.planner.cost.step_time import estimate_step
+from meshwright.planner.workload.planned_job import PlannedJob
 
 MIN_SWEEP_RUNS = 3
 """Number of runs of the same work that make a sweep."""
+SPREAD_SHARE = 0.35
+"""The share of the largest difference between plausible values of an unstated setting that its 80 % interval covers."""
 
 
 @dataclass(frozen=True)
@@ -45,12 +52,18 @@ class ReplayedRun:
     def predicted_memory(self) -> float:
         """Predicted memory in bytes, of the kind that the source reports."""
         memory = self.estimate.peak_memory
-        return memory.total if self.run.memory_kind == "total" else memory.reserved
+        return {"total": memory.total, "reserved": memory.reserved, "tensors": memory.tensors}[self.run.memory_kind]
 
     @property
     def memory_error(self) -> float | None:
         """Relative error of memory."""
         return self.predicted_memory / self.run.memory - 1 if self.run.memory else None
+
+    @property
+    def fits(self) -> bool:
+        """Whether the run is predicted to run, even if the allocator has to return its slack."""
+        needed = self.estimate.peak_memory.required - self.run.offloaded
+        return needed <= self.estimate.job.cluster.device.memory
 
     @property
     def inside_interval(self) -> bool:
@@ -74,8 +87,10 @@ class SourceScore:
     """90th percentile of the absolute step-time error"""
     mean_error: float | None
     """mean of the absolute step-time error"""
-    unfitted_median_error: float | None
-    """median error with the fitted constants of the most similar trainer of another publisher"""
+    source_left_out: float | None
+    """median error with constants that were fitted without the source of each run; None if it was not asked for"""
+    device_left_out: float | None
+    """median error with constants that were fitted without the device of each run; None if it was not asked for"""
     inside_interval: float | None
     """fraction of runs inside their 80 % interval"""
     memory_runs: int
@@ -84,12 +99,16 @@ class SourceScore:
     """median of the absolute memory error"""
     memory_p90_error: float | None
     """90th percentile of the absolute memory error"""
+    memory_bias: float | None
+    """median of the signed memory error"""
     out_of_memory: int
     """runs that failed for lack of memory"""
     out_of_memory_found: int
     """those of them that are predicted not to fit"""
+    could_be_false: int
+    """runs that ran, without those whose settings were assumed such that they fit"""
     false_out_of_memory: int
-    """fully stated runs that ran, and are predicted not to fit"""
+    """those of them that are predicted not to fit"""
     sweeps: int
     """sets of at least MIN_SWEEP_RUNS runs of the same work on different layouts"""
     kendall_tau: float | None
@@ -108,13 +127,16 @@ class SourceScore:
             "median": self.median_error,
             "ninth": self.p90_error,
             "mean": self.mean_error,
-            "alone": self.unfitted_median_error,
+            "source_left_out": self.source_left_out,
+            "device_left_out": self.device_left_out,
             "inside": self.inside_interval,
             "weighed": self.memory_runs,
             "memory_median": self.memory_median_error,
             "memory_ninth": self.memory_p90_error,
+            "memory_bias": self.memory_bias,
             "oom": self.out_of_memory,
             "oom_right": self.out_of_memory_found,
+            "could_be_wrong": self.could_be_false,
             "wrongly": self.false_out_of_memory,
             "sweeps": self.sweeps,
             "tau": self.kendall_tau,
@@ -124,12 +146,23 @@ class SourceScore:
 
 
 def replay_run(run: PublishedRun) -> ReplayedRun:
-    """Predicts one run."""
-    return ReplayedRun(run, estimate(run.job, has_assumptions=bool(run.assumptions)))
+    """Predicts one run. The spread over what its unstated settings may have been widens its interval."""
+    predicted = estimate(run.job)
+    spreads = [SPREAD_SHARE * spread(predicted, alternatives) for alternatives in run.alternatives]
+    if not spreads:
+        return ReplayedRun(run, predicted)
+    width = hypot(log(predicted.interval_high / predicted.seconds), *spreads)
+    low, high = predicted.seconds * exp(-width), predicted.seconds * exp(width)
+    return ReplayedRun(run, replace(predicted, interval_low=low, interval_high=high))
 
 
-def replay(path: Path) -> dict[str, Any]:
-    """Predicts all runs of a file.
+def spread(predicted: Estimate, alternatives: Iterable[PlannedJob]) -> float:
+    """Returns the largest difference that another value of a setting makes, in the logarithm of the step time."""
+    return max(abs(log(estimate_step(job, []).seconds / predicted.seconds)) for job in alternatives)
+
+
+def replay(path: Path, leaves_out: bool = False) -> dict[str, Any]:
+    """Predicts all runs of a file; with `leaves_out`, also with constants that were fitted without each run's source.
 
     Returns a JSON object: scores by source and in total, one record per run, and the reason for each excluded run.
     """
@@ -143,12 +176,16 @@ def replay(path: Path) -> dict[str, Any]:
             replayed.append(replay_run(run))
         except (ArithmeticError, LookupError, ValueError) as error:
             excluded[run.name] = f"it cannot be estimated: {error}"
+    timed = [one.run for one in timed_runs(replayed)]
+    by_source_left_out = leave_one_out(timed, lambda run: publisher(run.source)) if leaves_out else {}
+    by_device_left_out = leave_one_out(timed, lambda run: chip(run.job.cluster.device.name)) if leaves_out else {}
     by_source: dict[str, list[ReplayedRun]] = defaultdict(list)
     for one in replayed:
         by_source[publisher(one.run.source)].append(one)
-    scores = [score(source, members) for source, members in sorted(by_source.items())]
-    scores.append(score("fully stated", [one for one in replayed if one.run.fully_stated]))
-    scores.append(score("all", replayed))
+    groups = [*sorted(by_source.items())]
+    groups.append(("fully stated", [one for one in replayed if one.run.fully_stated]))
+    groups.append(("all", replayed))
+    scores = [score(source, members, by_source_left_out, by_device_left_out) for source, members in groups]
     return {
         "file": str(path),
         "scores": [one.to_json() for one in scores],
@@ -164,6 +201,7 @@ def run_json(replayed: ReplayedRun) -> dict[str, Any]:
         "id": run.name,
         "software": predicted.job.trainer.name,
         "assumed": list(run.assumptions),
+        "derived": list(run.derived),
         "seconds": {
             "predicted": predicted.seconds,
             "low": predicted.interval_low,
@@ -171,7 +209,7 @@ def run_json(replayed: ReplayedRun) -> dict[str, Any]:
             "measured": run.seconds,
         },
         "memory": {"predicted": replayed.predicted_memory, "measured": run.memory, "counted": run.memory_kind},
-        "fits": predicted.fits,
+        "fits": replayed.fits,
         "phases": predicted.phases,
     }
 
@@ -181,12 +219,13 @@ def publisher(source: str) -> str:
     return re.split(r"[ ,(]", source.replace("repo train", "repo/train"), maxsplit=1)[0].split("/docs")[0]
 
 
-def score(source: str, replayed: list[ReplayedRun]) -> SourceScore:
-    """Scores the runs of one source."""
+def score(source: str, replayed: list[ReplayedRun], source_left_out: LeftOut, device_left_out: LeftOut) -> SourceScore:
+    """Scores the runs of one source; `source_left_out` and `device_left_out` are errors by the name of the run."""
     errors = [abs(one.error) for one in replayed if one.error is not None]
-    memory_errors = [abs(one.memory_error) for one in replayed if one.memory_error is not None]
+    signed_memory_errors = [one.memory_error for one in replayed if one.memory_error is not None]
+    memory_errors = [abs(error) for error in signed_memory_errors]
     out_of_memory = [one for one in replayed if one.run.out_of_memory]
-    ran = [one for one in replayed if not one.run.out_of_memory and one.run.seconds and not one.run.assumptions]
+    ran = [one for one in timed_runs(replayed) if not (one.run.out_of_memory or one.run.made_to_fit)]
     timed = timed_runs(replayed)
     ranks = [rank_sweep(sweep) for sweep in find_sweeps(replayed)]
     return SourceScore(
@@ -196,14 +235,17 @@ def score(source: str, replayed: list[ReplayedRun]) -> SourceScore:
         median_error=median(errors) if errors else None,
         p90_error=percentile_90(errors),
         mean_error=mean_or_none(errors),
-        unfitted_median_error=median(map(unfitted_error, timed)) if timed else None,
+        source_left_out=left_out_median(timed, source_left_out),
+        device_left_out=left_out_median(timed, device_left_out),
         inside_interval=sum(one.inside_interval for one in timed) / len(timed) if timed else None,
         memory_runs=len(memory_errors),
         memory_median_error=median(memory_errors) if memory_errors else None,
         memory_p90_error=percentile_90(memory_errors),
+        memory_bias=median(signed_memory_errors) if signed_memory_errors else None,
         out_of_memory=len(out_of_memory),
-        out_of_memory_found=sum(not one.estimate.fits for one in out_of_memory),
-        false_out_of_memory=sum(not one.estimate.fits for one in ran),
+        out_of_memory_found=sum(not one.fits for one in out_of_memory),
+        could_be_false=len(ran),
+        false_out_of_memory=sum(not one.fits for one in ran),
         sweeps=len(ranks),
         kendall_tau=mean_or_none([tau for tau, _ in ranks if tau is not None]),
         mean_regret=mean_or_none([regret for _, regret in ranks]),
@@ -216,12 +258,10 @@ def timed_runs(replayed: list[ReplayedRun]) -> list[ReplayedRun]:
     return [one for one in replayed if one.run.seconds]
 
 
-def unfitted_error(replayed: ReplayedRun) -> float:
-    """Returns the absolute error as if no run of this trainer had ever been measured."""
-    run = replayed.run
-    job = replace(run.job, trainer=unfitted_profile(run.job.trainer))
-    predicted = estimate(job, has_assumptions=True)
-    return abs(predicted.seconds / run.seconds - 1) if run.seconds else 0.0
+def left_out_median(timed: list[ReplayedRun], errors: LeftOut) -> float | None:
+    """Returns the median of the absolute errors of these runs; None if there is none."""
+    known = [abs(errors[one.run.name]) for one in timed if one.run.name in errors]
+    return median(known) if known else None
 
 
 def find_sweeps(replayed: list[ReplayedRun]) -> list[list[ReplayedRun]]:
@@ -258,6 +298,6 @@ def mean_or_none(values: list[float]) -> float | None:
 
 
 def percentile_90(values: Iterable[float]) -> float | None:
-    """Returns the nearest-rank 90th percentile."""
+    """Returns the nearest-rank 90th percentile: the smallest value that at least 90 % do not exceed."""
     ordered = sorted(values)
-    return ordered[min(len(ordered) - 1, int(0.9 * len(ordered)))] if ordered else None
+    return ordered[ceil(9 * len(ordered) / 10) - 1] if ordered else None

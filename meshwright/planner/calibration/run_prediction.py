@@ -19,17 +19,17 @@ from meshwright.planner.calibration.calibration_log import CalibrationRecord, ap
 from meshwright.planner.calibration.corrections import UNCORRECTED, is_this_machine
 from meshwright.planner.calibration.estimator import estimate
 from meshwright.planner.calibration.prediction import VERSION, prediction_record
+from meshwright.planner.cost.comm_volume import comm_volume, has_exact_volume
 from meshwright.planner.cost.estimate import Estimate
-from meshwright.planner.exact.activation_messages import data_dependent_axes
-from meshwright.planner.exact.comm_volume import comm_volume
-from meshwright.planner.exact.custom_volume import custom_comm_volume, custom_state_memory, has_exact_volume
-from meshwright.planner.exact.state_memory import state_memory
+from meshwright.planner.cost.peak_memory import state_memory
+from meshwright.planner.cost.trace.activation_messages import data_dependent_axes
 from meshwright.planner.generation import plan_generators
-from meshwright.planner.hardware.cluster import NODE_TYPES, Cluster, Device, Link, preset_cluster
+from meshwright.planner.hardware.cluster import NODE_TYPES, UNKNOWN_HOST, Cluster, preset_cluster
 from meshwright.planner.hardware.cluster_file import cluster_table
 from meshwright.planner.hardware.resolve_cluster import machine_file, measured_machine, resolve_cluster
 from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.planner.workload.traced_model import TracedModel
+from meshwright.topology.parameter_shards import uses_ddp
 
 MAX_EXACT_SECONDS = 0.04
 """Time at the start of a run for exact formulas; pipeline ranks that are left then are omitted."""
@@ -45,10 +45,6 @@ TIME_KEYS = (
     "hfu",
 )
 """Keys of a prediction that are null if the machine is unknown."""
-UNKNOWN_HOST = Cluster(
-    "unknown", Device("cpu", 1e18, 1e9, {"bf16": 1e9}, is_cpu=True), 1, 1, Link(1e9, 1e-6), Link(1e9, 1e-6)
-)
-"""Stands for a CPU host that was never measured: the memory formulas need the type of the device."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +96,8 @@ def predict_job(
     cluster, note = find_cluster(config, device, name)
     known = cluster is not None
     job = PlannedJob.from_config(config, cluster or stand_in_cluster(device), traced=traced)
+    assert job.run_config is not None
+    config = job.run_config  # with the values of the device
     corrected = estimate(job)
     uncorrected = estimate(job, corrections=UNCORRECTED) if known and is_this_machine(job.cluster) else None
     exact = exact_record(job, config, device == "cpu") if traced is None else custom_record(job, config, traced, device)
@@ -148,11 +146,13 @@ def custom_record(job: PlannedJob, config: RunConfig, traced: TracedModel, devic
     layout, batch = job.layout, job.batch
     if not has_exact_volume(layout):
         return {"communication_exact": {}, "communication_data_dependent": {}, "state_memory_exact": {}}
-    memory = custom_state_memory(traced, config, layout, batch) if device == "cpu" else None
+    # With FSDP2, memory depends on the order in which backward computes gradients.
+    exact_memory = device == "cpu" and (uses_ddp(layout) or layout.ranks == 1)
+    memory = {"0": asdict(state_memory(config, layout, batch, traced=traced))} if exact_memory else {}
     return {
-        "communication_exact": {"0": [asdict(row) for row in custom_comm_volume(traced, config, layout, batch)]},
+        "communication_exact": {"0": [asdict(row) for row in comm_volume(config, layout, batch, traced=traced)]},
         "communication_data_dependent": {},
-        "state_memory_exact": {"0": asdict(memory)} if memory is not None else {},
+        "state_memory_exact": memory,
     }
 
 

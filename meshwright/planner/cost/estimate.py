@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from typing import overload
 
 from meshwright.planner.workload.planned_job import PlannedJob
+
+PINNED_SLACK = 0.25
+"""The fraction of the allocator's slack that it cannot return, because live tensors share its blocks."""
 
 
 @dataclass(frozen=True)
@@ -26,6 +32,8 @@ class MemoryEstimate:
     """memory that the caching allocator reserves beyond its live tensors"""
     context: float = 0
     """the device context: kernels, library handles and communicators"""
+    rank: int = field(default=0, kw_only=True)
+    """the pipeline rank"""
 
     @property
     def tensors(self) -> float:
@@ -42,6 +50,13 @@ class MemoryEstimate:
     def total(self) -> float:
         """Bytes in use on the device (as nvidia-smi shows)."""
         return self.reserved + self.context
+
+    @property
+    def required(self) -> float:
+        """Bytes without which the step runs out of memory: before it gives up, the caching allocator returns free
+        blocks to the device, which is most of its slack.
+        """
+        return self.tensors + self.context + PINNED_SLACK * self.slack
 
 
 @dataclass(frozen=True)
@@ -63,16 +78,42 @@ class CollectiveCost:
     """the share of `seconds` that is not overlapped with computation"""
 
 
+class CollectiveCosts(Sequence[CollectiveCost]):
+    """The collectives of a step, counted when they are first read: a search reads those of few candidates."""
+
+    def __init__(self, count: Callable[[], list[CollectiveCost]]) -> None:
+        self._count = count
+
+    @cached_property
+    def _costs(self) -> list[CollectiveCost]:
+        return self._count()
+
+    @overload
+    def __getitem__(self, index: int) -> CollectiveCost: ...
+    @overload
+    def __getitem__(self, index: slice) -> list[CollectiveCost]: ...
+    def __getitem__(self, index: int | slice) -> CollectiveCost | list[CollectiveCost]:
+        return self._costs[index]
+
+    def __len__(self) -> int:
+        return len(self._costs)
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and self._costs == list(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+
 @dataclass(frozen=True)
 class Estimate:
     """The memory, the step time and the communication of a job."""
 
     job: PlannedJob
     memory_by_rank: list[MemoryEstimate]
-    """the peak memory of each pipeline rank"""
+    """the peak memory of each pipeline rank; of a candidate of the search, those that may need most"""
     phases: dict[str, float]
     """exposed seconds of one step on the slowest rank, by phase; they add up to `seconds`"""
-    calls: list[CollectiveCost]
+    calls: Sequence[CollectiveCost]
     interval_low: float
     interval_high: float
     """the ends of the 80 % interval of the step time, in seconds"""

@@ -11,18 +11,18 @@ from dataclasses import dataclass
 from functools import cache
 
 from meshwright.models.spec import AFTER, BEFORE, ROOT, Cost, ModuleCost
-from meshwright.planner.cost.activations import (
+from meshwright.planner.cost.step_flops import StepFlops, step_flops
+from meshwright.planner.cost.terms.activations import (
     ActivationSettings,
     BlockActivations,
-    HeadActivations,
     block_activations,
-    head_activations,
     hidden_state_bytes,
     input_bytes,
     outer_activations,
 )
-from meshwright.planner.cost.kernel_time import memory_bound_time
-from meshwright.planner.cost.layer_time import (
+from meshwright.planner.cost.terms.head_activations import HeadActivations, head_activations
+from meshwright.planner.cost.terms.kernel_time import memory_bound_time
+from meshwright.planner.cost.terms.layer_time import (
     BACKWARD_LAUNCHES,
     REFERENCE_LAUNCH,
     LayerShape,
@@ -32,8 +32,7 @@ from meshwright.planner.cost.layer_time import (
     last_time,
     with_launches,
 )
-from meshwright.planner.cost.stage_parameters import StageLayers, StageParameters, divide_layers, stage_parameters
-from meshwright.planner.cost.step_time import StepFlops, step_flops
+from meshwright.planner.cost.units.stage_parameters import StageLayers, StageParameters, divide_layers, stage_parameters
 from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.planner.workload.traced_model import TracedModel
 from meshwright.topology.schedules import partition_blocks
@@ -151,26 +150,24 @@ def _(model: TracedModel, stages: int, costs: tuple[float, ...] | None) -> tuple
 
 @stage_parameters.register
 @cache
-def _(model: TracedModel, stage: StageLayers, tensor: int, expert: int, no_pipeline: bool) -> StageParameters:
+def _(
+    model: TracedModel, stage: StageLayers, tensor: int, expert: int, no_pipeline: bool, _experts_apart: bool
+) -> StageParameters:
     """Parameters that belong to no unit are in the first stage; a tied weight is in the last one, too."""
     units = model.unit_parameters(tensor, expert)
     before, after, root = (float(units.pop(unit, 0)) for unit in (BEFORE, AFTER, ROOT))
     share = stage.layers / model.layers
-    blocks = share * sum(units.values())
     experts = share * model.all_expert_parameters / expert if expert > 1 else 0.0
     embedding = before + root if stage.is_first else 0.0
     tied = 0.0 if no_pipeline else sum(model.spec.by_name[copy].local_numel(tensor) for copy in model.spec.tied)
     head = after + tied if stage.is_last else 0.0
     at_peak = max((block.cost.gradients_at_peak.of(1) for block in model.spec.blocks), default=0.0)
     return StageParameters(
-        blocks + embedding + head,
-        experts,
         max(units.values(), default=0),
         experts / max(1, stage.layers),
         at_peak / 4 / tensor,
         embedding,
         head,
-        tied if stage.is_last else 0.0,
     )
 
 

@@ -30,23 +30,31 @@ ACCURACY = {
 """By phase: the relative accuracy, and the name of what is uncertain."""
 MIN_UNCERTAINTY = 0.03
 """The difference between two runs of the same job."""
-ASSUMED = (0.2, "activation checkpointing, which the record does not state")
-NEARLY_FULL = (0.12, "allocator retries, because memory is nearly full")
+HOST_BOUND = (0.2, "launch time of kernels on the host")
+"""The accuracy of computation that waits for the host, which differs between machines of the same GPU."""
+NEARLY_FULL = (0.09, "allocator retries, because memory is nearly full")
 
 
-def interval(
-    job: PlannedJob, phases: dict[str, float], nearly_full: bool, has_assumptions: bool = False
-) -> tuple[float, float, str]:
+def interval(job: PlannedJob, phases: dict[str, float], nearly_full: bool) -> tuple[float, float, str]:
     """Returns the ends of the 80 % interval in seconds, and the largest source of uncertainty."""
     total = sum(phases.values())
     sources: dict[str, float] = {}
     for phase, seconds in phases.items():
         accuracy, source = ACCURACY[phase]
+        if source == KERNELS:
+            accuracy = job.trainer.kernel_accuracy
+            if is_host_bound(job, phases) and accuracy < HOST_BOUND[0]:
+                accuracy, source = HOST_BOUND
         sources[source] = sources.get(source, 0.0) + accuracy * seconds / total
     if job.model.experts:
-        sources["efficiency of grouped matmuls and routing"] = 0.1
-    for applies, (accuracy, source) in ((has_assumptions, ASSUMED), (nearly_full, NEARLY_FULL)):
-        if applies:
-            sources[source] = accuracy
+        sources["efficiency of grouped matmuls and routing"] = 0.2
+    if nearly_full:
+        sources[NEARLY_FULL[1]] = NEARLY_FULL[0]
     width = hypot(MIN_UNCERTAINTY, *sources.values())
     return total * exp(-width), total * exp(width), max(sources, key=lambda source: sources[source])
+
+
+def is_host_bound(job: PlannedJob, phases: dict[str, float]) -> bool:
+    """Whether the forward pass of a layer takes hardly longer than the host needs to launch its kernels."""
+    passes = job.batch.accumulation * max(1, job.model.layers // job.layout.pipeline)
+    return phases.get("forward", 0.0) <= 1.6 * passes * job.trainer.layer_launch_seconds

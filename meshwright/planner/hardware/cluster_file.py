@@ -6,16 +6,19 @@
     devices_per_node = 8
     node_network_gbs = 400.0         # bandwidth of one node's adapters, shared by its devices;
                                      # or [inter_node] bandwidth_gbs, per device
+    adapters_per_node = 4            # optional: one per device if it is not given
 
     [device]
     name = "h100"                    # a known GPU, or any name with memory_gb, memory_bandwidth_gbs and peak_tflops
     is_cpu = false                   # true if the host's CPU computes
+    power_limit_watts = 500.0        # optional: a limit below the data sheet's, of a known GPU
     [device.peak_tflops]
     bf16 = 989.0
 
     [intra_node]                     # per device, in one direction
     bandwidth_gbs = 450.0
     latency_us = 3.0
+    all_reduce_gbs = 480.0           # optional: an all-reduce that the switch reduces (NVLS)
     curve = [[1048576, 40.0], [16777216, 220.0]]   # measured: message bytes, bus bandwidth in GB/s
 
 A file that `meshwright plan measure` writes also has `launch_us`, `device.matmuls` and `intra_node.collectives`.
@@ -100,6 +103,7 @@ class DeviceSchema:
     memory_gb: PositiveRate | None = None
     memory_bandwidth_gbs: PositiveRate | None = None
     is_cpu: bool = False
+    power_limit_watts: PositiveRate | None = None
     peak_tflops: PeakSchema | None = None
     matmuls: tuple[MatmulSchema, ...] = ()
 
@@ -121,6 +125,8 @@ class LinkSchema:
     latency_us: Microseconds | None = None
     curve: Points = ()
     collectives: tuple[CurveSchema, ...] = ()
+    all_reduce_gbs: PositiveRate | None = None
+    """bus bandwidth of an all-reduce that the switch reduces (NVLS)"""
 
 
 @dataclass(frozen=True)
@@ -132,6 +138,8 @@ class ClusterSchema:
     nodes: DeviceCount | None = None
     devices_per_node: DeviceCount | None = None
     node_network_gbs: PositiveRate | None = None
+    adapters_per_node: DeviceCount | None = None
+    """network adapters of a node; default: one per device"""
     launch_us: Microseconds | None = None
     """measured time in which the host launches one operator"""
     device: DeviceSchema = DeviceSchema()
@@ -186,6 +194,7 @@ def build_cluster(schema: ClusterSchema, name: str) -> Cluster:
         intra_node,
         build_link(inter_schema, "inter_node", inter_base),
         convert_unit(schema.launch_us or 0.0, 1 / MICROSECONDS),
+        schema.adapters_per_node or 0,
     )
 
 
@@ -211,14 +220,23 @@ def build_device(schema: DeviceSchema, base: Device | None) -> Device:
         is_cpu=schema.is_cpu,
         measured_matmuls=matmuls,
     )
+    if schema.power_limit_watts is not None and (base is None or not base.power or matmuls):
+        raise ConfigError(
+            "device.power_limit_watts is given for a device whose power is not known, or that was measured",
+            f"expected it with like or device.name = one of {', '.join(NODE_TYPES)}",
+        )
     if base is None:
         return device
-    return replace(
+    device = replace(
         device,
         multiprocessors=base.multiprocessors,
         sustained_fraction=base.sustained_fraction,
         post_ampere=base.post_ampere,
+        host=base.host,
+        host_bandwidth=base.host_bandwidth,
+        power=base.power,
     )
+    return device.with_power_limit(schema.power_limit_watts) if schema.power_limit_watts is not None else device
 
 
 def fill_peak_flops(peaks: dict[str, float]) -> dict[str, float]:
@@ -255,11 +273,13 @@ def build_link(schema: LinkSchema, where: str, base: Link | None) -> Link:
     default_latency = base.latency if base else DEFAULT_LATENCY_US[where] / MICROSECONDS
     hint = f"{where}.bandwidth_gbs, per device in one direction"
     hint += ", or node_network_gbs" if where == "inter_node" else ""
+    all_reduce = base.all_reduce_bandwidth if base and given is None else 0.0  # that of another link does not apply
     return Link(
         require(given or (base and base.bandwidth) or best, f"{where}.bandwidth_gbs", hint),
         default_latency if schema.latency_us is None else convert_unit(schema.latency_us, 1 / MICROSECONDS),
         curve,
         curves or (base.collective_curves if base else ()),
+        all_reduce if schema.all_reduce_gbs is None else convert_unit(schema.all_reduce_gbs, GB),
     )
 
 
@@ -309,6 +329,8 @@ def cluster_table(cluster: Cluster) -> dict[str, Any]:
         "nodes": cluster.nodes,
         "devices_per_node": cluster.devices_per_node,
     }
+    if cluster.adapters_per_node:
+        table["adapters_per_node"] = cluster.adapters_per_node
     if cluster.launch_seconds:
         table["launch_us"] = convert_unit(cluster.launch_seconds, MICROSECONDS)
     table["device"] = {
@@ -316,6 +338,7 @@ def cluster_table(cluster: Cluster) -> dict[str, Any]:
         "memory_gb": convert_unit(device.memory, 1 / GB),
         "memory_bandwidth_gbs": convert_unit(device.memory_bandwidth, 1 / GB),
         **({"is_cpu": True} if device.is_cpu else {}),
+        **({"power_limit_watts": device.power} if is_power_limited(device) else {}),
         "peak_tflops": {precision: convert_unit(rate, 1 / TERA) for precision, rate in device.peak_flops.items()},
         **({"matmuls": [matmul_table(row) for row in device.measured_matmuls]} if device.measured_matmuls else {}),
     }
@@ -323,6 +346,11 @@ def cluster_table(cluster: Cluster) -> dict[str, Any]:
     if cluster.nodes > 1 or cluster.inter_node != cluster.intra_node:
         table["inter_node"] = link_table(cluster.inter_node)
     return table
+
+
+def is_power_limited(device: Device) -> bool:
+    """Whether a known device has a lower power limit than its data sheet states."""
+    return device.name in NODE_TYPES and device.power < NODE_TYPES[device.name].device.power
 
 
 def matmul_table(row: MatmulRate) -> dict[str, Any]:
@@ -335,6 +363,8 @@ def link_table(link: Link) -> dict[str, Any]:
         "bandwidth_gbs": convert_unit(link.bandwidth, 1 / GB),
         "latency_us": convert_unit(link.latency, MICROSECONDS),
     }
+    if link.all_reduce_bandwidth:
+        table["all_reduce_gbs"] = convert_unit(link.all_reduce_bandwidth, 1 / GB)
     if link.bandwidth_curve:
         table["curve"] = points_table(link.bandwidth_curve)
     if link.collective_curves:

@@ -1,9 +1,10 @@
 """Estimates the time of a collective on the links of a cluster, from its size and the placement of its ranks.
 
 A ring sends the wire bytes of the collective at the rate of its slowest hop. Within a node that is the intra-node link.
-Across nodes it is the sum of the adapter shares of the group's ranks on one node: every rank drives its own share,
-while other groups drive theirs. Every hop adds its latency. An all-reduce across nodes uses trees, so its latency grows
-with the logarithm of the number of nodes.
+Across nodes it is the group's share of the node's adapters (`adapters.py`). Every hop adds its latency. An all-reduce
+across nodes uses trees, so its latency grows with the logarithm of the number of nodes. Switches that reduce (NVLS)
+raise the bus bandwidth of an all-reduce, and of nothing else: eight H200s reach 480 GB/s in an all-reduce, 361 in an
+all-gather and 363 in a reduce-scatter (stas00/ml-engineering), so an all-reduce is faster than its two halves.
 
 | collective | hops among n ranks | wire bytes per rank |
 |---|---|---|
@@ -20,6 +21,8 @@ from functools import cache
 from itertools import pairwise
 from math import ceil, exp, log, log2
 
+from meshwright.planner.hardware.adapters import group_bandwidth, sender_bandwidth
+from meshwright.planner.hardware.all_to_all import TokenCopies, transfer_seconds
 from meshwright.planner.hardware.cluster import Cluster, Link
 from meshwright.topology.collectives import wire_bytes
 
@@ -37,6 +40,8 @@ class GroupPlacement:
     """size of the process group"""
     ranks_per_node: int
     """ranks of the group on one node"""
+    senders: int = 0
+    """ranks of a node that send at the same time, for sends to the next stage; 0 for all devices of the node"""
 
     @property
     def nodes(self) -> int:
@@ -58,7 +63,7 @@ def collective_seconds(cluster: Cluster, collective: str, message_bytes: float, 
     """Estimates the seconds of one collective on a message of the given size (the full tensor)."""
     if placement.ranks == 1 or message_bytes <= 0:
         return 0.0
-    return _seconds(ClusterLinks(cluster.intra_node, cluster.inter_node), collective, message_bytes, placement)
+    return _seconds(cluster_links(cluster), collective, message_bytes, placement)
 
 
 @dataclass(frozen=True)
@@ -67,6 +72,18 @@ class ClusterLinks:
 
     intra_node: Link
     inter_node: Link
+    devices_per_node: int
+    adapters: int
+    """network adapters of a node"""
+
+    def network_rate(self, message_bytes: float) -> float:
+        """Bytes/s that all adapters of a node reach together."""
+        return self.devices_per_node * bus_bandwidth(self.inter_node, message_bytes)
+
+
+def cluster_links(cluster: Cluster) -> ClusterLinks:
+    adapters = cluster.adapters_per_node or cluster.devices_per_node
+    return ClusterLinks(cluster.intra_node, cluster.inter_node, cluster.devices_per_node, adapters)
 
 
 @cache
@@ -77,12 +94,17 @@ def _seconds(links: ClusterLinks, collective: str, message_bytes: float, placeme
     if points := nearest_curve(link, collective, placement.ranks):
         return wire / interpolate(points, message_bytes)
     if collective == "send":
-        return link.latency + wire / bus_bandwidth(link, message_bytes)
+        rate = bus_bandwidth(link, message_bytes)
+        if not single_node and placement.senders and not link.bandwidth_curve:
+            rate = sender_bandwidth(links.network_rate(message_bytes), links.adapters, placement.senders)
+        return link.latency + wire / rate
     intra_node_hops = (placement.ranks if single_node else placement.ranks_per_node) - 1
     latency = intra_node_hops * links.intra_node.latency
-    rate = bus_bandwidth(links.intra_node, message_bytes)
+    in_switch = collective == "all_reduce" and placement.ranks > 2  # NVLS needs more than two ranks
+    rate = bus_bandwidth(links.intra_node, message_bytes, "all_reduce" if in_switch else "all_gather")
     if not single_node:
-        rate = min(rate, placement.ranks_per_node * bus_bandwidth(links.inter_node, message_bytes))
+        network = links.network_rate(message_bytes)
+        rate = min(rate, group_bandwidth(network, links.devices_per_node, placement.ranks_per_node))
         inter_node_hops = log2(placement.nodes) if collective == "all_reduce" else placement.nodes - 1
         latency += inter_node_hops * links.inter_node.latency
     if collective == "all_to_all":
@@ -100,16 +122,41 @@ def all_to_all_transfer(links: ClusterLinks, message_bytes: float, placement: Gr
     ranks, ranks_per_node = placement.ranks, placement.ranks_per_node
     inter_node_bytes = message_bytes * (ranks - ranks_per_node) / ranks if placement.nodes > 1 else 0.0
     intra_node_bytes = message_bytes * (min(ranks_per_node, ranks) - 1) / ranks
-    return max(
-        intra_node_bytes / bus_bandwidth(links.intra_node, message_bytes),
-        inter_node_bytes / bus_bandwidth(links.inter_node, message_bytes),
+    return transfer_seconds(
+        intra_node_bytes,
+        inter_node_bytes,
+        bus_bandwidth(links.intra_node, message_bytes),
+        bus_bandwidth(links.inter_node, message_bytes),
     )
 
 
-def bus_bandwidth(link: Link, message_bytes: float) -> float:
-    """Returns bytes/s at this message size: from the measured curve, or what a ring reaches of the data sheet."""
+def token_all_to_all_seconds(
+    cluster: Cluster, token_bytes: float, copies: TokenCopies, placement: GroupPlacement
+) -> float:
+    """Estimates the seconds of a token dispatch or combine; `token_bytes` are those of all tokens of a rank, once."""
+    links = cluster_links(cluster)
+    link = links.intra_node if placement.nodes == 1 else links.inter_node
+    sent = token_bytes * copies.total
+    if points := nearest_curve(link, "all_to_all", placement.ranks):
+        return sent / interpolate(points, sent * placement.ranks / (placement.ranks - 1))
+    per_node = min(placement.ranks, placement.ranks_per_node)
+    latency = (per_node - 1) * links.intra_node.latency + (placement.nodes - 1) * links.inter_node.latency
+    return latency + transfer_seconds(
+        token_bytes * copies.inside_node,
+        token_bytes * copies.across_nodes,
+        bus_bandwidth(links.intra_node, sent),
+        bus_bandwidth(links.inter_node, sent),
+    )
+
+
+def bus_bandwidth(link: Link, message_bytes: float, collective: str = "all_gather") -> float:
+    """Returns bytes/s at this message size: from the measured curve, or what a ring reaches of the data sheet, or what
+    an all-reduce reaches that the switch reduces.
+    """
     if link.bandwidth_curve:
         return interpolate(link.bandwidth_curve, message_bytes)
+    if collective == "all_reduce" and link.all_reduce_bandwidth:
+        return link.all_reduce_bandwidth
     return link.bandwidth * RING_EFFICIENCY
 
 

@@ -6,6 +6,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import replace
+from difflib import get_close_matches
 from pathlib import Path
 
 from meshwright.errors import ConfigError
@@ -13,13 +14,24 @@ from meshwright.io import atomic_write, meshwright_home, output_file
 from meshwright.planner.hardware.cluster import NODE_TYPES, Cluster, preset_cluster
 from meshwright.planner.hardware.cluster_file import MAX_DEVICES, cluster_toml, read_cluster
 
-CLUSTER_PATTERN = re.compile(r"(?P<device>[^:]+)(:(?P<devices>[0-9]{1,7})(x(?P<nodes>[0-9]{1,7}))?)?")
+CLUSTER_PATTERN = re.compile(r"(?P<device>[^:]+)(:(?P<devices>[0-9]{1,400})(x(?P<nodes>[0-9]{1,400}))?)?")
+MISSPELLED = re.compile(r"(?P<device>[^:]+?)[x*](?P<devices>[0-9]+)")
 
 
 def cluster_names() -> str:
     """Lists what `--cluster` accepts, for error messages."""
     gpus = ", ".join(NODE_TYPES)
     return f"a GPU ({gpus}), h100:8 (devices), h100:8x16 (16 nodes of 8), here, or a cluster file (.toml)"
+
+
+def similar_clusters(name: str) -> list[str]:
+    """Returns what an unknown name may mean: the variants of a device (a100:8), or h100:8 for h100x8."""
+    misspelled = MISSPELLED.fullmatch(name)
+    device, colon, count = (misspelled["device"], ":", misspelled["devices"]) if misspelled else name.partition(":")
+    device = device.lower()
+    known = [device] if device in NODE_TYPES else [other for other in NODE_TYPES if other.startswith(f"{device}-")]
+    names = [f"{other}{colon}{count}" for other in known or get_close_matches(device, NODE_TYPES, n=2)]
+    return [other for other in names if other != name and CLUSTER_PATTERN.fullmatch(other)]
 
 
 def machine_file() -> Path:
@@ -34,7 +46,9 @@ def resolve_cluster(name: str) -> Cluster:
     match = CLUSTER_PATTERN.fullmatch(name)
     device = match["device"].lower() if match else ""
     if match is None or (device != "here" and device not in NODE_TYPES):
-        raise ConfigError(f"cluster {name!r} is unknown", f"expected {cluster_names()}")
+        suggested = " or ".join(similar_clusters(name))
+        meant = f"did you mean {suggested}? " if suggested else ""
+        raise ConfigError(f"cluster {name!r} is unknown", f"{meant}expected {cluster_names()}")
     devices, nodes = (int(match[key]) if match[key] else None for key in ("devices", "nodes"))
     if devices == 0 or nodes == 0 or (devices or 1) * (nodes or 1) > MAX_DEVICES:
         raise ConfigError(f"cluster {name!r} is out of range", f"expected 1 to {MAX_DEVICES:,} devices")
@@ -78,7 +92,13 @@ def measured_machine() -> Cluster:
 def measurement_file(file: Path | None) -> Path:
     """Resolves where a measurement is written; called before measuring, so that a bad path is reported at once."""
     if file is None:
-        machine_file().parent.mkdir(parents=True, exist_ok=True)
+        try:
+            machine_file().parent.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise ConfigError(
+                f"{machine_file().parent} cannot be created: {error.strerror}",
+                "try --out FILE, or MESHWRIGHT_HOME=DIR with a writable folder",
+            ) from None
     return output_file(file or machine_file(), "--out")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -13,9 +14,12 @@ from meshwright.planner.hardware.cluster import Cluster
 from meshwright.planner.workload.own_trainer import own_trainer
 from meshwright.planner.workload.planned_job import PlannedJob, matmul_precision
 from meshwright.planner.workload.traced_model import TracedModel
+from meshwright.planner.workload.trainer_profile import TrainerProfile, with_matmul_precision
+from meshwright.planner.workload.trainer_profiles import MESHWRIGHT, MESHWRIGHT_COMPILED
 from meshwright.planner.workload.workload import Workload
 from meshwright.topology import schedules
 from meshwright.topology.layout import Layout
+from meshwright.topology.parameter_shards import uses_ddp, uses_fsdp
 from meshwright.topology.unsupported import validate
 
 
@@ -31,6 +35,10 @@ class Candidate:
     schedule: str = "1f1b"
     stages_per_rank: int = 1
     context_method: str = "ring"
+    offload: bool = False
+    """Whether optimizer state is in host memory."""
+    compile: bool | None = None
+    """Whether blocks are compiled; None is the default of the device."""
 
     @classmethod
     def from_job(cls, job: PlannedJob) -> Candidate:
@@ -42,6 +50,8 @@ class Candidate:
             job.schedule,
             job.stages_per_rank,
             job.context_method,
+            job.offload,
+            compile_setting(job),
         )
 
     @property
@@ -50,13 +60,48 @@ class Candidate:
         return self.layout, self.sharding
 
 
-def candidate_job(work: Workload, cluster: Cluster, candidate: Candidate) -> PlannedJob:
-    """Returns the job without a run configuration, whose exact formulas take longer; see `exact_job`."""
-    replicas = candidate.layout.data_degree
-    batch = Batch(work.global_batch, candidate.micro, replicas, work.global_batch // replicas // candidate.micro)
+def compile_setting(job: PlannedJob) -> bool | None:
+    """Returns whether a job is compiled, or None if that is the default of its device or the trainer is another."""
+    trainer, layout = job.trainer, job.layout
+    if trainer.name not in (MESHWRIGHT.name, MESHWRIGHT_COMPILED.name):
+        return None
+    splits_backward = layout.pipeline > 1 and schedules.find_schedule(job.schedule).splits_backward
+    replaces_attention = isinstance(job.model, TracedModel) and layout.context > 1
+    default = not job.cluster.device.is_cpu and not splits_backward and not replaces_attention
+    return None if trainer.fused_kernels == default else trainer.fused_kernels
+
+
+def candidate_trainer(work: Workload, cluster: Cluster, candidate: Candidate) -> tuple[TrainerProfile, str]:
+    """Returns the profile of the trainer of a candidate, and the precision of its matmuls."""
+    if work.trainer is not None:
+        profile = with_matmul_precision(work.trainer, work.precision)
+        return replace(profile, offloads_optimizer=candidate.offload), work.precision
     # A workload that cannot be trained here is planned with the defaults of the device.
     config = candidate_config(work.base_config or RunConfig(), candidate)
     config = with_device_defaults(config, cluster.device_type, traced_model(work) is not None)
+    precision = matmul_precision(config, cluster) if work.base_config is not None else work.precision
+    micro_steps = work.global_batch // candidate.layout.data_degree // candidate.micro
+    return own_trainer(config, candidate.layout, micro_steps), precision
+
+
+def trainer_key(work: Workload, candidate: Candidate) -> Hashable:
+    """Returns everything of a candidate that `candidate_trainer` depends on."""
+    layout = candidate.layout
+    micro_steps = work.global_batch // layout.data_degree // candidate.micro
+    schedule = candidate.schedule if layout.pipeline > 1 else ""
+    groups = uses_fsdp(layout), uses_ddp(layout), layout.context > 1
+    return *groups, schedule, micro_steps > 1, candidate.offload, candidate.compile
+
+
+def candidate_job(
+    work: Workload, cluster: Cluster, candidate: Candidate, trainer: tuple[TrainerProfile, str] | None = None
+) -> PlannedJob:
+    """Returns the job without a run configuration, whose exact formulas take longer; see `exact_job`. `trainer` is what
+    `candidate_trainer` returned for a candidate with the same key.
+    """
+    replicas = candidate.layout.data_degree
+    batch = Batch(work.global_batch, candidate.micro, replicas, work.global_batch // replicas // candidate.micro)
+    profile, precision = trainer or candidate_trainer(work, cluster, candidate)
     return PlannedJob(
         work.model,
         cluster,
@@ -64,13 +109,15 @@ def candidate_job(work: Workload, cluster: Cluster, candidate: Candidate) -> Pla
         batch,
         work.sequence,
         candidate.sharding,
-        matmul_precision(config, cluster) if work.base_config is not None else work.precision,
+        precision,
         candidate.activation_checkpoint,
         1,
         candidate.schedule,
         candidate.stages_per_rank,
         candidate.context_method,
-        own_trainer(config, candidate.layout, batch.accumulation),
+        profile,
+        expert_imbalance=work.imbalance(candidate.layout.expert),
+        block_costs=work.block_costs if candidate.layout.pipeline > 1 else None,
     )
 
 
@@ -98,6 +145,10 @@ def candidate_config(base: RunConfig, candidate: Candidate) -> RunConfig:
         "context": replace(base.context, method=context_method),
         "activation_checkpoint": replace(base.activation_checkpoint, mode=mode, segment=1),
     }
+    if candidate.offload != base.optimizer.cpu_offload:
+        changed["optimizer"] = replace(base.optimizer, cpu_offload=candidate.offload)
+    if candidate.compile is not None:
+        changed["compile"] = replace(base.compile, enabled=candidate.compile)
     return replace(base, **changed)
 
 
@@ -110,9 +161,9 @@ def exact_job(work: Workload, cluster: Cluster, candidate: Candidate) -> Planned
     """Returns the job with its run configuration if the workload has one, so that exact formulas apply."""
     if work.base_config is None:
         return candidate_job(work, cluster, candidate)
-    return PlannedJob.from_config(
-        candidate_config(work.base_config, candidate), cluster, work.model.name, traced_model(work)
-    )
+    config = candidate_config(work.base_config, candidate)
+    job = PlannedJob.from_config(config, cluster, work.model.name, traced_model(work))
+    return replace(job, expert_imbalance=work.imbalance(candidate.layout.expert))
 
 
 def validation_error(work: Workload, candidate: Candidate) -> ConfigError | None:

@@ -7,20 +7,27 @@ import json
 from dataclasses import dataclass, replace
 from typing import Any
 
-from meshwright.config import config_to_toml
+from meshwright.config import RunConfig, config_to_toml
 from meshwright.errors import ConfigError
 from meshwright.models.architecture import Architecture
+from meshwright.planner.calibration.corrections import corrections_for
 from meshwright.planner.calibration.prediction import prediction_record
 from meshwright.planner.cost.estimate import Estimate
+from meshwright.planner.cost.peak_memory import estimate_memory
 from meshwright.planner.generation import GeneratorPlan, plan_generators
 from meshwright.planner.hardware.cluster import Cluster
 from meshwright.planner.search.candidate import Candidate, candidate_config
+from meshwright.planner.search.choice import PlanFamily, memory_risk
 from meshwright.planner.search.cost_cache import CostCache
-from meshwright.planner.search.explain import Explanation, explain
-from meshwright.planner.search.ladder import LadderStep, build_ladder
+from meshwright.planner.search.explanation.baselines import Baseline, build_baselines
+from meshwright.planner.search.explanation.explain import Explanation, exact_traffic, explain
+from meshwright.planner.search.explanation.ladder import LadderStep, build_ladder
+from meshwright.planner.search.explanation.suggestions import infeasible_error
+from meshwright.planner.search.run_cost import RunCost, run_cost
 from meshwright.planner.search.scaling import ScalingRow, ScalingTable, scaling_table
 from meshwright.planner.search.search import MIN_RANKED, SearchResult, search
-from meshwright.planner.search.suggestions import infeasible_error
+from meshwright.planner.search.settings import SettingChange, price_settings
+from meshwright.planner.search.trainer_rules import flop_convention, mfu_with_masked_scores, trainer_mfu
 from meshwright.planner.workload.traced_model import TracedModel
 from meshwright.planner.workload.workload import Workload
 
@@ -39,6 +46,14 @@ class PlanResult:
     """A sentence that compares the last step of the ladder with the first plan of the list."""
     explanation: Explanation
     scaling: ScalingTable | None
+    listed: list[PlanFamily]
+    """The plans that are listed: the best one of each family, or every plan as a family of its own."""
+    baselines: list[Baseline]
+    """Well-known layouts, to compare with the plan."""
+    settings: list[SettingChange]
+    """Other settings of the plan, each priced by itself."""
+    cost: RunCost | None = None
+    """What a token budget costs."""
     generators: GeneratorPlan | None = None
     """How many generators the learner of a run with rl.objective needs."""
 
@@ -51,24 +66,49 @@ def make_plan(
     scaling: bool = False,
     critical_batch: float | None = None,
     file: str = "PLAN.toml",
+    every_plan: bool = False,
+    tokens: float | None = None,
+    price: float | None = None,
 ) -> PlanResult:
-    """Plans a workload on all devices of a cluster; raises ConfigError with suggestions if no plan is feasible."""
+    """Plans a workload on all devices of a cluster; raises ConfigError with suggestions if no plan is feasible.
+
+    `every_plan` lists similar plans, too; `tokens` is a token budget whose cost is stated, at a `price` per GPU-hour.
+    """
     workload = workload.on(cluster)
     cache = CostCache(workload, cluster)
     result = search(cache, top=max(top, position, MIN_RANKED))
-    ranked = result.ranked
-    if not ranked:
+    if not result.ranked:
         raise infeasible_error(cache)
-    if not 1 <= position <= len(ranked):
-        raise ConfigError(f"plan {position} does not exist: {len(ranked)} plans fit", f"expected 1 to {len(ranked)}")
-    chosen = ranked[position - 1]
-    steps, summary = build_ladder(cache, ranked[0])
-    others = [other for other in ranked[: position + 2] if other is not chosen]
+    listed = [PlanFamily((plan,)) for plan in result.ranked] if every_plan else result.families
+    if not 1 <= position <= len(listed):
+        raise ConfigError(f"plan {position} does not exist: {len(listed)} are listed", f"expected 1 to {len(listed)}")
+    chosen = with_all_ranks(listed[position - 1].best)
+    steps, summary = build_ladder(cache, chosen)
+    others = [row.best for number, row in enumerate(listed[: position + 2], 1) if number != position]
     explanation = explain(chosen, others, (steps[0].estimate, steps[0].bottleneck), cache, file)
-    table = scaling_table(cache, chosen, critical_batch) if scaling else None
     config = workload.base_config
-    generators = plan_generators(chosen.job, config.rl, chosen.seconds) if config and config.rl.enabled else None
-    return PlanResult(workload, cluster, result, chosen, position, steps, summary, explanation, table, generators)
+    return PlanResult(
+        workload,
+        cluster,
+        result,
+        chosen,
+        position,
+        steps,
+        summary,
+        explanation,
+        scaling_table(cache, chosen, critical_batch) if scaling else None,
+        listed,
+        build_baselines(cache),
+        price_settings(cache, chosen),
+        run_cost(chosen, tokens, price) if tokens is not None else None,
+        plan_generators(chosen.job, config.rl, chosen.seconds) if config and config.rl.enabled else None,
+    )
+
+
+def with_all_ranks(plan: Estimate) -> Estimate:
+    """Returns the plan with the memory of all pipeline ranks; the search estimates those that may need most."""
+    corrections = corrections_for(plan.job.cluster)
+    return replace(plan, memory_by_rank=corrections.correct_memory(plan.job, estimate_memory(plan.job)))
 
 
 def plan_json(result: PlanResult, top: int) -> dict[str, Any]:
@@ -80,9 +120,25 @@ def plan_json(result: PlanResult, top: int) -> dict[str, Any]:
         "trainable": work.base_config is not None,
         "pinned": dict(work.pinned),
         "notes": list(work.notes),
+        "trainer": trainer_json(result),
+        "headroom": work.headroom,
         "position": result.position,
         "plan": prediction_record(result.chosen),
-        "ranked": [prediction_record(plan) for plan in result.search.ranked[:top]],
+        "traffic": [dataclasses.asdict(row) for row in exact_traffic(result.chosen)],
+        "memory_risk": memory_risk(result.chosen),
+        "ranked": [prediction_record(row.best) for row in result.listed[:top]],
+        "similar": [row.similar for row in result.listed[:top]],
+        "baselines": [
+            {
+                "name": row.name,
+                "reason": row.reason,
+                "relative_seconds": row.estimate.seconds / result.chosen.seconds if row.estimate else None,
+                "plan": prediction_record(row.estimate) if row.estimate else None,
+            }
+            for row in result.baselines
+        ],
+        "settings": [dataclasses.asdict(change) for change in result.settings],
+        "cost": cost_json(result.cost) if result.cost else None,
         "pareto_front": [prediction_record(plan) for plan in result.search.pareto_front],
         "search": {
             "candidates_timed": result.search.timed,
@@ -110,8 +166,26 @@ def plan_json(result: PlanResult, top: int) -> dict[str, Any]:
     }
 
 
+def trainer_json(result: PlanResult) -> dict[str, Any]:
+    """Returns the trainer, and the plan's MFU by each convention of FLOP."""
+    name = result.workload.trainer_name
+    return {
+        "name": name,
+        "profile": result.chosen.job.trainer.name,
+        "mfu_convention": flop_convention(name),
+        "mfu": trainer_mfu(result.chosen, name),
+        "mfu_causal": result.chosen.mfu,
+        "mfu_whole_scores": mfu_with_masked_scores(result.chosen),
+        "hfu": result.chosen.hfu,
+    }
+
+
+def cost_json(cost: RunCost) -> dict[str, Any]:
+    return dataclasses.asdict(cost) | {"money": cost.money, "megawatt_hours": cost.megawatt_hours}
+
+
 def model_json(model: Architecture | TracedModel) -> dict[str, Any]:
-    sizes = model.to_json() if isinstance(model, TracedModel) else dataclasses.asdict(model)
+    sizes = model.to_json() if isinstance(model, TracedModel) else json.loads(json.dumps(dataclasses.asdict(model)))
     return sizes | {"parameters": model.parameters}
 
 
@@ -132,16 +206,29 @@ def scaling_json(table: ScalingTable) -> dict[str, Any]:
         "strong": [row_json(row) for row in table.strong],
         "weak": [row_json(row) for row in table.weak],
         "serial_fraction": table.serial_fraction,
+        "serial_seconds": table.serial_seconds,
+        "strong_exposure": dataclasses.asdict(table.strong_exposure) if table.strong_exposure else None,
+        "weak_exposure": dataclasses.asdict(table.weak_exposure) if table.weak_exposure else None,
+        "same_layout_devices": table.largest.job.layout.ranks,
         "critical_batch_tokens": table.critical_batch,
         "assumption": table.assumption,
     }
 
 
+def trainable_config(work: Workload) -> RunConfig:
+    """Returns the config of a workload; raises ConfigError if its plans cannot be written as a run file."""
+    if work.base_config is not None:
+        return work.base_config
+    if work.trainer is not None:
+        raise ConfigError(
+            f"a plan for {work.trainer_name} cannot be written as a run file, which Meshwright's own trainer reads",
+            "try --json, or --trainer meshwright",
+        )
+    reason = work.notes[0] if work.notes else "Meshwright's decoder cannot train this model"
+    raise ConfigError(f"{work.model.name} cannot be written as a run file: {reason}", "try --json")
+
+
 def plan_toml(result: PlanResult) -> str:
     """Returns the chosen plan as a run file that `meshwright train` accepts."""
-    work = result.workload
-    if work.base_config is None:
-        reason = work.notes[0] if work.notes else "Meshwright's decoder cannot train this model"
-        raise ConfigError(f"{work.model.name} cannot be written as a run file: {reason}", "try --json")
-    config = candidate_config(work.base_config, Candidate.from_job(result.chosen.job))
+    config = candidate_config(trainable_config(result.workload), Candidate.from_job(result.chosen.job))
     return config_to_toml(replace(config, planned_for=result.cluster.size_name))

@@ -22,9 +22,9 @@ from meshwright.planner.hardware.cluster import Cluster
 from meshwright.planner.hardware.resolve_cluster import resolve_cluster, with_whole_nodes
 from meshwright.planner.search.candidate import Candidate, candidate_config
 from meshwright.planner.search.cost_cache import CostCache
-from meshwright.planner.search.ladder import best_with, find_bottleneck
+from meshwright.planner.search.explanation.ladder import ddp_bottleneck, find_bottleneck
+from meshwright.planner.search.explanation.suggestions import infeasible_error
 from meshwright.planner.search.search import search
-from meshwright.planner.search.suggestions import infeasible_error
 from meshwright.planner.workload.workload import SEARCHED_KEYS
 from meshwright.planner.workload.workload_args import workload_from_config
 from meshwright.telemetry.untrusted_records import bounded_object, finite_number
@@ -102,7 +102,8 @@ def best_plan(
     if not ranked:
         raise infeasible_error(cache)
     best = ranked[0]
-    config = replace(candidate_config(run, Candidate.from_job(best.job)), planned_for=cache.cluster.size_name)
+    config = candidate_config(cache.work.base_config or run, Candidate.from_job(best.job))
+    config = replace(config, planned_for=cache.cluster.size_name)
     return PlannedConfig(config, reason(cache, best), best.seconds)
 
 
@@ -128,7 +129,7 @@ def cluster_with_ranks(cluster: Cluster, ranks: int) -> Cluster:
 
 def reason(cache: CostCache, plan: Estimate) -> str:
     """Describes the plan, the reason for it, and its prediction."""
-    ddp, bottleneck = best_with(cache, ())
+    ddp, bottleneck = ddp_bottleneck(cache)
     is_ddp = Candidate.from_job(ddp.job).layout_key == Candidate.from_job(plan.job).layout_key
     why = f"bottleneck: {find_bottleneck(plan).message}" if is_ddp else f"bottleneck of DDP: {bottleneck.message}"
     return f"plan: {describe_plan(plan.job)}; {why}; predicted: {describe_prediction(plan)}"

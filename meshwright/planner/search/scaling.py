@@ -1,16 +1,20 @@
-"""The scaling of a plan to more devices: strong and weak scaling, Amdahl's serial fraction, and the critical batch."""
+"""The scaling of a plan to more devices: strong and weak scaling, Amdahl's serial time, the next exposed collective.
+
+A collective is hidden as long as the computation beside it takes longer. With the same batch on more devices that
+computation gets shorter, and the collective does not, so that at some number of devices it becomes exposed.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from meshwright.io import format_count
+from meshwright.io import format_count, format_percent, format_seconds
 from meshwright.models.architecture import Architecture
 from meshwright.planner.calibration.estimator import estimate
 from meshwright.planner.cost.estimate import Estimate
-from meshwright.planner.describe import exposed_seconds
+from meshwright.planner.describe import exposed_seconds, merged_calls
 from meshwright.planner.hardware.cluster import Cluster
-from meshwright.planner.search.candidate import Candidate, candidate_job
+from meshwright.planner.search.candidate import Candidate, exact_job
 from meshwright.planner.search.cost_cache import CostCache
 from meshwright.planner.search.search import search
 from meshwright.planner.search.search_space import divisors, fills_schedule
@@ -20,6 +24,8 @@ from meshwright.planner.workload.workload import Workload
 FACTORS = (1, 2, 4, 8, 16, 32, 64)
 MIN_EFFICIENCY = 0.9
 """A plan that keeps less of its tokens per second per device is compared with a new plan."""
+EXPOSED_SHARE = 0.01
+"""The share of a step from which on a collective counts as exposed."""
 MEMORY_ESTIMATES = 20
 """The memory estimates of the search for a new plan, in addition to the first ones of each combination of degrees."""
 
@@ -46,13 +52,41 @@ class ScalingRow:
 
 
 @dataclass(frozen=True)
+class ExposedCollective:
+    """Where a collective becomes exposed that the plan hides."""
+
+    devices: int
+    axis: str
+    collective: str
+    seconds: float
+    """exposed seconds per step on so many devices"""
+    share: float
+    """their share of the step"""
+
+    @property
+    def message(self) -> str:
+        return (
+            f"{self.axis} {self.collective} becomes exposed at {self.devices:,} devices: "
+            f"{format_seconds(self.seconds)}, {format_percent(self.share)} of the step"
+        )
+
+
+@dataclass(frozen=True)
 class ScalingTable:
     strong: list[ScalingRow]
     """Strong scaling: the same global batch on more devices."""
     weak: list[ScalingRow]
     """Weak scaling: the global batch grows with the devices."""
     serial_fraction: float
-    """Amdahl's law: the share of the first row's step that more devices do not shorten, fitted to `strong`."""
+    """Amdahl's law: the share of the first row's step that more devices do not shorten, fitted to the rows of `strong`
+    that have the plan's layout."""
+    serial_seconds: float
+    """The same in seconds: exposed communication, update and host time that every step has."""
+    strong_exposure: ExposedCollective | None
+    weak_exposure: ExposedCollective | None
+    """The next collective that becomes exposed with the plan's layout; None up to the largest row that divides."""
+    largest: Estimate
+    """The plan's layout on the most devices of `strong` over which the batch divides, and which fit."""
     critical_batch: float
     """The critical batch in tokens."""
     assumption: str
@@ -85,8 +119,9 @@ def same_layout_estimate(cache: CostCache, chosen: Estimate, factor: int, weak: 
     if scaled is None:
         return None
     candidate, cluster = scaled
-    plan = estimate(candidate_job(work, cluster, candidate), corrections=cache.corrections)
-    return plan if plan.fits else None
+    job = exact_job(work, cluster, candidate)  # as the plan was estimated
+    plan = estimate(job, simulate_pipeline=True, corrections=cache.corrections, quick=True)
+    return plan if plan.peak_memory.total <= cache.memory_limit else None
 
 
 def new_layout_estimate(cache: CostCache, factor: int, weak: bool) -> Estimate | None:
@@ -134,18 +169,80 @@ def scaling_table(cache: CostCache, chosen: Estimate, given_critical_batch: floa
         )
 
     strong, weak_rows = ([row(factor, weak) for factor in FACTORS] for weak in (False, True))
-    return ScalingTable(strong, weak_rows, serial_fraction(strong), critical, assumption)
+    scaled = {weak: same_layout_estimates(cache, chosen, weak) for weak in (False, True)}
+    points = [(plan.job.layout.ranks / cache.cluster.device_count, plan.seconds) for plan in scaled[False]]
+    serial = serial_fraction(points)
+    return ScalingTable(
+        strong,
+        weak_rows,
+        serial,
+        serial * chosen.seconds,
+        next_exposure(scaled[False]),
+        next_exposure(scaled[True]),
+        scaled[False][-1],
+        critical,
+        assumption,
+    )
 
 
-def serial_fraction(rows: list[ScalingRow]) -> float:
-    """Fits Amdahl's law T(n) / T(1) = s + (1 - s) / n by least squares and returns s."""
-    points = [
-        (1 / row.factor, row.estimate.seconds / rows[0].estimate.seconds)
-        for row in rows[1:]
-        if row.estimate and rows[0].estimate
-    ]
-    numerator = sum((1 - ideal) * (measured - ideal) for ideal, measured in points)
-    denominator = sum((1 - ideal) ** 2 for ideal, _ in points)
+def same_layout_estimates(cache: CostCache, chosen: Estimate, weak: bool) -> list[Estimate]:
+    """Returns the plan, and the same layout on more devices as far as it divides the batch and fits."""
+    estimates = [chosen]
+    for factor in FACTORS[1:]:
+        plan = same_layout_estimate(cache, chosen, factor, weak)
+        if plan is not None:
+            estimates.append(plan)
+    return estimates
+
+
+def next_exposure(plans: list[Estimate]) -> ExposedCollective | None:
+    """Returns the first collective whose exposed share of the step grows past the threshold."""
+    first = exposed_shares(plans[0])
+    for plan in plans[1:]:
+        newly = {
+            key: share
+            for key, share in exposed_shares(plan).items()
+            if share >= EXPOSED_SHARE and first.get(key, 0.0) < EXPOSED_SHARE
+        }
+        if newly:
+            axis, collective = max(newly, key=lambda key: newly[key])
+            share = newly[axis, collective]
+            return ExposedCollective(plan.job.layout.ranks, axis, collective, share * plan.seconds, share)
+    return None
+
+
+def nearest_exposure(plan: Estimate) -> str:
+    """Names the hidden collective that takes the longest beside the computation that hides it."""
+    hidden = [call for call in merged_calls(plan) if call.seconds > call.exposed_seconds]
+    if not hidden:
+        return "nothing is hidden"
+    call = max(hidden, key=lambda each: each.seconds)
+    compute = sum(plan.phases.get(phase, 0.0) for phase in ("forward", "backward", "recompute"))
+    return (
+        f"{call.axis} {call.collective} comes closest, {format_seconds(call.seconds)} beside "
+        f"{format_seconds(compute)} of computation"
+    )
+
+
+def exposed_shares(plan: Estimate) -> dict[tuple[str, str], float]:
+    """Returns the exposed share of the step by axis and collective."""
+    shares: dict[tuple[str, str], float] = {}
+    for call in merged_calls(plan):
+        key = call.axis, call.collective
+        shares[key] = shares.get(key, 0.0) + call.exposed_seconds / plan.seconds
+    return shares
+
+
+def serial_fraction(points: list[tuple[float, float]]) -> float:
+    """Fits Amdahl's law T(n) = T(1) (s + (1 - s) / n) to (n, T) and returns s; n = 1 is the first point.
+
+    The squares of relative errors are minimized: those of seconds would ignore the rows with many devices, whose steps
+    are short, and s is a large part of those alone.
+    """
+    first = points[0][1]
+    rows = [(1 / n, seconds / first) for n, seconds in points[1:]]
+    numerator = sum((1 - ideal) * (measured - ideal) / measured**2 for ideal, measured in rows)
+    denominator = sum((1 - ideal) ** 2 / measured**2 for ideal, measured in rows)
     return min(1.0, max(0.0, numerator / denominator)) if denominator else 0.0
 
 

@@ -1,10 +1,13 @@
-"""The search for the fastest plans: ranks the candidates that fit by step time without estimating all of them.
+"""The search for the fastest plans: best first, by lower bounds of the step time.
 
-Step time is estimated first, and memory only for candidates that would rank among the first. The search skips
-- degrees none of whose candidates, given unlimited memory, is as fast as the last plan of the list;
-- more activation checkpointing than a candidate needs to fit: it costs time and saves nothing but memory;
-- smaller micro-batches, if larger ones fit and there is no pipeline to fill;
-- shard groups other than all ranks, one node, and the smallest that fit with and without activation checkpointing.
+A combination of degrees is expanded into its micro-batches, schedules and modes of activation checkpointing, and these
+into shard groups, in the order of the lower bounds of their step times (`time_bounds.py`). Only candidates whose bound
+is below the plans found so far are estimated, so that the first ones are nearly always the best. The search skips
+- what cannot be faster than the last plan of the list, than the best plan of its layout, or than a little more than the
+  best plan of its family;
+- candidates whose lower bound of memory does not fit, larger micro-batches of those that did not, and candidates that
+  exceed the memory by as much as similar ones did;
+- shard groups other than all ranks, one node, and the smallest that may fit.
 
 tests/planner/test_search.py compares the result with an exhaustive search.
 """
@@ -12,38 +15,45 @@ tests/planner/test_search.py compares the result with an exhaustive search.
 from __future__ import annotations
 
 from bisect import bisect_left
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
-from itertools import takewhile
-from math import log
+from heapq import heappop, heappush
+from itertools import count
+from math import inf
+from typing import NamedTuple
 
 from meshwright.planner.calibration.estimator import estimate
 from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.search.candidate import Candidate, exact_job
-from meshwright.planner.search.cost_cache import CostCache
-from meshwright.planner.search.search_space import (
-    ModelParallelDegrees,
-    SearchSpace,
-    fills_schedule,
-    micro_batch_sizes,
-    model_parallel_degrees,
-    pipeline_schedules,
-    sharded_layouts,
+from meshwright.planner.search.choice import (
+    PlanFamily,
+    expected_seconds,
+    family,
+    plan_families,
+    preference,
+    rank_estimates,
 )
-from meshwright.planner.workload.workload import Workload
+from meshwright.planner.search.cost_cache import CostCache
+from meshwright.planner.search.degree_limits import all_degrees, checkpoint_modes, executions, least_memory
+from meshwright.planner.search.search_space import ModelParallelDegrees, SearchSpace, sharded_layouts
 from meshwright.topology.layout import Layout
-from meshwright.topology.schedules import SCHEDULES
 
 MAX_MEMORY_ESTIMATES = 250
-"""The memory estimates of one search in addition to the first ones of each combination of degrees."""
+"""The memory estimates of one search, as soon as it has found a plan."""
 REFINED = 3
-"""Plans of which all smaller micro-batches are estimated, too."""
-MARGIN = 1.05
-"""Degrees are searched if their optimistic step time is at most this multiple of the last plan of the list."""
-TIE_TOLERANCE = 0.01
-"""Plans whose step times differ by at most this fraction count as equally fast."""
-MIN_RANKED = 8
-"""The fewest plans that a search ranks."""
+"""Plans of which all smaller micro-batches, and the same without compiled blocks, are estimated, too."""
+MIN_RANKED = 5
+"""The fewest families of plans that a search looks for."""
+MAX_SLOWDOWN = 1.25
+"""Plans that take longer than this multiple of the fastest one's step time are not looked for."""
+MAX_FAILURES = 3
+"""Candidates of a combination of degrees that do not fit before the search finds out whether any does."""
+MIN_SIMILAR = 3
+"""Candidates of one family and schedule that did not fit, from which on the smallest ratio of their memory to its lower
+bound is expected of the others."""
+MAX_FAMILY_SLOWDOWN = 1.02
+"""The same for plans of one family: slower ones are near-duplicates of a better plan."""
 
 
 @dataclass(frozen=True)
@@ -63,26 +73,177 @@ class SearchResult:
     estimates was spent.
     """
 
+    @property
+    def families(self) -> list[PlanFamily]:
+        """The ranked plans by family, in the order of their best plans."""
+        return plan_families(self.ranked)
 
-class BestByLayout:
-    """The best plan of every layout so far, and the step time of the last plan in a list of `top`."""
+
+class BestPlans:
+    """The best plan of every layout so far, and the step time from which on a plan is not listed."""
 
     def __init__(self, top: int) -> None:
-        self.top, self.last_seconds = top, float("inf")
+        self.top, self.last_seconds = top, inf
         self.plans: dict[tuple[Layout, str], Estimate] = {}
+        self.families: dict[object, float] = {}
+        self.feasible: set[Candidate] = set()
 
     def seconds_to_beat(self, candidate: Candidate) -> float:
         """The step time from which on a candidate changes neither its layout's best plan nor the list."""
         best = self.plans.get(candidate.layout_key)
-        return min(self.last_seconds, best.seconds if best else self.last_seconds)
+        return min(self.family_seconds(candidate), best.seconds if best else inf)
 
-    def add(self, plan: Estimate) -> None:
-        key = Candidate.from_job(plan.job).layout_key
+    def family_seconds(self, candidate: Candidate) -> float:
+        """The step time from which on a candidate is too slow for its family, or for the list."""
+        of_family = MAX_FAMILY_SLOWDOWN * self.families.get(family(candidate), inf)
+        return min(self.last_seconds, of_family)
+
+    def add(self, candidate: Candidate, plan: Estimate) -> None:
+        self.feasible.add(candidate)
+        key = candidate.layout_key
         if key in self.plans and preference(plan) >= preference(self.plans[key]):
             return
         self.plans[key] = plan
-        if plan.seconds < self.last_seconds and len(self.plans) >= self.top:
-            self.last_seconds = sorted(best.seconds for best in self.plans.values())[self.top - 1]
+        own, seconds = family(candidate), expected_seconds(plan)
+        self.families[own] = min(seconds, self.families.get(own, seconds))
+        fastest = sorted(self.families.values())
+        self.limit(fastest[0])
+        self.last_seconds = min([self.last_seconds, *fastest[self.top - 1 : self.top]])
+
+    def limit(self, seconds: float) -> None:
+        """Leaves out plans that are much slower than a step time that is possible."""
+        self.last_seconds = min(self.last_seconds, MAX_SLOWDOWN * seconds)
+
+
+class SearchNode(NamedTuple):
+    """A part of the search space; the heap orders nodes by their lower bounds, and equal ones by their numbers."""
+
+    seconds: float
+    """a lower bound of the step time"""
+    number: int
+    degrees: ModelParallelDegrees
+    execution: Candidate | None = None
+    """the micro-batch, the schedule and the activation checkpointing; None for all of the degrees"""
+    candidate: Candidate | None = None
+    """the execution with a sharding; None for all of them"""
+
+
+class BestFirst:
+    """Expands combinations of degrees and their executions in the order of their lower bounds."""
+
+    def __init__(self, cache: CostCache, space: SearchSpace, best: BestPlans) -> None:
+        self.cache, self.space, self.best = cache, space, best
+        self.queue: list[SearchNode] = []
+        self.number = count()
+        self.layouts: dict[ModelParallelDegrees, list[tuple[str, list[Layout]]]] = {}
+        self.too_large: dict[object, int] = {}
+        """The smallest micro-batch that does not fit in the largest shard group, by everything else."""
+        self.excess: defaultdict[object, list[float]] = defaultdict(list)
+        """Memory relative to its lower bound, of candidates that did not fit, by family and schedule."""
+        self.failures: Counter[ModelParallelDegrees] = Counter()
+        """The candidates that did not fit."""
+        self.nothing_fits: set[ModelParallelDegrees] = set()
+        self.searched: set[ModelParallelDegrees] = set()
+        self.least_memory: list[Candidate] = []
+        """Candidates with the least memory of their degrees that fit."""
+
+    def push(self, seconds: float, degrees: ModelParallelDegrees, *rest: Candidate | None) -> None:
+        if seconds <= self.best.last_seconds:
+            heappush(self.queue, SearchNode(seconds, next(self.number), degrees, *rest))
+
+    def run(self, all_degrees: list[ModelParallelDegrees], budget: int) -> None:
+        """`budget` is the number of memory estimates after which a search that has found a plan ends."""
+        modes, offload = checkpoint_modes(self.cache.work, self.space), self.space.offload
+        for degrees in all_degrees:
+            fastest = executions(self.cache, degrees, modes[:1], offload)
+            self.push(min(map(self.cache.least_seconds, fastest), default=inf), degrees)
+        while self.queue:
+            seconds, _, degrees, execution, candidate = heappop(self.queue)
+            spent = bool(self.best.plans) and self.cache.memory_estimates > budget
+            if seconds > self.best.last_seconds or spent:
+                break
+            if execution is None:
+                self.searched.add(degrees)
+                for each in executions(self.cache, degrees, modes, offload):
+                    self.push(self.cache.least_seconds(each), degrees, each)
+            elif candidate is None:
+                self.shard(degrees, execution, seconds)
+            else:
+                self.estimate(degrees, candidate)
+        if not self.best.plans:
+            for each in self.least_memory:
+                self.best.add(each, self.cache.estimate(each))
+
+    def shard(self, degrees: ModelParallelDegrees, execution: Candidate, seconds: float) -> None:
+        """Estimates every sharding of an execution, or those whose bound is larger later."""
+        for sharding, layouts in self.shardings(degrees):
+            largest = replace(execution, sharding=sharding, layout=layouts[-1])
+            if seconds > self.best.family_seconds(largest) or not self.cache.may_fit(largest):
+                continue
+            for candidate in self.shard_groups(largest, layouts):
+                bound = self.cache.least_seconds(candidate)
+                if bound > seconds:
+                    self.push(bound, degrees, execution, candidate)
+                else:
+                    self.estimate(degrees, candidate, bound)
+
+    def estimate(self, degrees: ModelParallelDegrees, candidate: Candidate, bound: float | None = None) -> None:
+        """Adds a candidate to the plans if it fits, and may be one of the best."""
+        cache = self.cache
+        bound = cache.least_seconds(candidate) if bound is None else bound
+        if degrees in self.nothing_fits or bound > self.best.seconds_to_beat(candidate):
+            return
+        key = replace(candidate, micro=1)
+        similar = family(candidate), candidate.schedule, candidate.stages_per_rank
+        excess = min(self.excess[similar]) if len(self.excess[similar]) >= MIN_SIMILAR else 1.0
+        if cache.least_memory(candidate) * excess > cache.memory_limit:
+            return
+        if candidate.micro >= self.too_large.get(key, inf) or cache.is_unsupported(candidate):
+            return
+        if cache.fits(candidate):
+            self.best.add(candidate, cache.estimate(candidate))
+            return
+        self.too_large[key] = candidate.micro
+        if cache.was_estimated(candidate):
+            self.excess[similar].append(cache.peak_memory(candidate).total / cache.least_memory(candidate))
+        self.failures[degrees] += 1
+        if self.failures[degrees] == MAX_FAILURES and not self.best.plans:
+            self.find_least_memory(degrees)
+
+    def shardings(self, degrees: ModelParallelDegrees) -> list[tuple[str, list[Layout]]]:
+        if degrees not in self.layouts:
+            self.layouts[degrees] = list(sharded_layouts(self.cache.work, degrees, self.space))
+        return self.layouts[degrees]
+
+    def shard_groups(self, largest: Candidate, layouts: list[Layout]) -> list[Candidate]:
+        """The candidate with the shard groups of all ranks, of one node, and the smallest that may fit, in this
+        order; none that cannot fit.
+        """
+        if len(layouts) == 1:
+            return [largest]
+        candidates = [replace(largest, layout=layout) for layout in layouts]
+        first = bisect_left(candidates, True, key=self.cache.may_fit)
+        candidates = candidates[first:]
+        per_node = self.cache.cluster.devices_per_node
+        within_node = [each for each in candidates if shard_group_ranks(each.layout) <= per_node]
+        return list(dict.fromkeys((*candidates[-1:], *within_node[-1:], *candidates[:1])))
+
+    def find_least_memory(self, degrees: ModelParallelDegrees) -> None:
+        """Finds out whether any candidate of these degrees fits. If one does, the search needs not go on for much
+        slower ones.
+        """
+        smallest = least_memory(self.cache, degrees, self.space, self.shardings(degrees)[-1])
+        fitting = [each for each in smallest if not self.cache.is_unsupported(each) and self.cache.fits(each)]
+        if not fitting:
+            self.nothing_fits.add(degrees)
+        for candidate in fitting:
+            self.least_memory.append(candidate)
+            self.best.limit(self.cache.estimate(candidate).seconds)
+
+
+def shard_group_ranks(layout: Layout) -> int:
+    """Consecutive ranks that a shard group spans."""
+    return layout.shard * layout.context * layout.tensor
 
 
 def search(
@@ -91,100 +252,41 @@ def search(
     top: int = MIN_RANKED,
     max_memory_estimates: int = MAX_MEMORY_ESTIMATES,
 ) -> SearchResult:
-    """Searches the plans of a workload on all devices of a cluster.
-
-    One feasible candidate is estimated for each combination of degrees, in the order of their optimistic step times;
-    then the combinations are searched completely, in the order of those first estimates.
+    """Searches the plans of a workload on all devices of a cluster. If nothing fits, tensor parallelism may span nodes,
+    and then optimizer state may be in host memory.
     """
-    space = space or SearchSpace()
+    given, space = space or SearchSpace(), (space or SearchSpace()).of_trainer(cache.work)
     timed_before, memory_before = cache.timed, cache.memory_estimates
-    all_combinations = [(optimistic_seconds(cache, degrees, space), degrees) for degrees in all_degrees(cache, space)]
-    best = BestByLayout(top)
-    started: list[tuple[Estimate, float, ModelParallelDegrees]] = []
-    for optimistic, degrees in sorted(all_combinations, key=lambda row: row[0]):
-        if optimistic <= MARGIN * best.last_seconds:
-            first = first_feasible(cache, degrees, space)
-            if first is not None:
-                started.append((cache.estimate(first), optimistic, degrees))
-                best.add(started[-1][0])
-    if not started and "tensor" in space.axes and space.max_tensor_degree is None:
-        # Nothing fits with tensor parallelism inside a node: let it span nodes.
-        wider = replace(space, max_tensor_degree=cache.cluster.device_count)
+    combinations, best = list(all_degrees(cache, space)), BestPlans(top)
+    best_first = BestFirst(cache, space, best)
+    best_first.run(combinations, cache.memory_estimates + max_memory_estimates)
+    if not best.plans and (wider := wider_space(cache, given)) is not None:
         return search(cache, wider, top, max_memory_estimates)
-    feasible = {Candidate.from_job(plan.job) for plan, *_ in started}
-    budget = cache.memory_estimates + max_memory_estimates
-    skipped = len(all_combinations) - len(started)
-    for _, optimistic, degrees in sorted(started, key=lambda row: row[0].seconds):
-        if optimistic > MARGIN * best.last_seconds or cache.memory_estimates > budget:
-            skipped += 1
-            continue
-        for candidate in feasible_candidates(cache, degrees, space, best):
-            feasible.add(candidate)
-            best.add(cache.estimate(candidate))
-    for candidate in smaller_micro_batches(cache, rank_estimates(best.plans.values())[:REFINED]):
-        feasible.add(candidate)
-        best.add(cache.estimate(candidate))
+    for candidate in refined_candidates(cache, rank_estimates(best.plans.values())[:REFINED]):
+        best.add(candidate, cache.estimate(candidate))
     ranked = rank_estimates(best.plans.values())
-    feasible |= set(memory_saving_variants(cache, space, [Candidate.from_job(plan.job) for plan in ranked[:3]]))
-    exact = reestimate_exactly(cache, ranked[:top])
-    known = {Candidate.from_job(plan.job) for plan in ranked[:top]}
-    front = pareto_front([*exact, *(cache.estimate(candidate) for candidate in feasible - known)])
+    first = [Candidate.from_job(plan.job) for plan in ranked[:3]]
+    feasible = best.feasible | set(memory_saving_variants(cache, space, first))
+    ranked, exact = rank_exactly(cache, ranked, top)
+    others = (cache.estimate(candidate) for candidate in feasible - set(exact))
     return SearchResult(
-        rank_estimates(exact) + ranked[top:],
-        front,
+        ranked,
+        pareto_front([*(plan for plan in exact.values() if plan), *others]),
         cache.timed - timed_before,
         cache.memory_estimates - memory_before,
-        len(all_combinations),
-        skipped,
+        len(combinations),
+        len(combinations) - len(best_first.searched),
     )
 
 
-def all_degrees(cache: CostCache, space: SearchSpace) -> Iterator[ModelParallelDegrees]:
-    return model_parallel_degrees(cache.work, cache.cluster.device_count, cache.cluster.devices_per_node, space)
-
-
-def first_feasible(cache: CostCache, degrees: ModelParallelDegrees, space: SearchSpace) -> Candidate | None:
-    """Returns a candidate that is likely to be among the best: the least checkpointing, then the least sharding."""
-    sizes = [micro for micro in micro_batch_sizes(cache.work, degrees) if filled_schedules(cache, degrees, micro)]
-    shardings = list(sharded_layouts(cache.work, degrees, space))
-    for mode in checkpoint_modes(cache.work, space) if sizes and shardings else ():
-        filled = filled_schedules(cache, degrees, sizes[0])
-        schedules = [row for row in filled if not SCHEDULES[row[0]].splits_backward] or filled
-        # More stages per rank need more memory, so the fewest are the second attempt.
-        for schedule, stages in dict.fromkeys((max(schedules, key=lambda row: row[1]), schedules[0])):
-            candidates = [
-                Candidate(layouts[-1], sizes[0], sharding, mode, schedule, stages, degrees.context_method)
-                for sharding, layouts in shardings
-            ]
-            supported = [candidate for candidate in candidates if not cache.is_unsupported(candidate)]
-            if not supported or not cache.fits(supported[-1]):  # the most sharded: if it does not fit, none does
-                continue
-            start = next(candidate for candidate in supported if cache.fits(candidate))
-            if degrees.pipeline > 1:
-                return start
-            return [start, *takewhile(cache.fits, (replace(start, micro=micro) for micro in sizes[1:]))][-1]
-    return None
-
-
-def complexity(plan: Estimate) -> int:
-    """Counts the parallel axes and techniques of a plan; a simpler plan wins a tie."""
-    job = plan.job
-    sharding = (job.sharding != "none") + (job.sharding == "parameters") + (job.layout.replicate > 1 < job.layout.shard)
-    techniques = (job.activation_checkpoint != "none") + (job.stages_per_rank > 1)
-    return 2 * len(job.layout.active_axes) + sharding + techniques
-
-
-def preference(plan: Estimate) -> tuple[int, int, float]:
-    """The sort key of plans of one layout: the fastest, then the simplest of tied plans, then the least memory."""
-    return round(log(plan.seconds) / TIE_TOLERANCE), complexity(plan), plan.peak_memory.total
-
-
-def rank_estimates(plans: Iterable[Estimate]) -> list[Estimate]:
-    """Sorts by step time, except that the simplest plan within the tie tolerance of the fastest comes first."""
-    ranked = sorted(plans, key=lambda plan: (plan.seconds, complexity(plan), plan.peak_memory.total))
-    tied = [plan for plan in ranked if plan.seconds <= (1 + TIE_TOLERANCE) * ranked[0].seconds]
-    first = min(tied, key=lambda plan: (complexity(plan), plan.seconds), default=None)
-    return [first, *(plan for plan in ranked if plan is not first)] if first else []
+def wider_space(cache: CostCache, space: SearchSpace) -> SearchSpace | None:
+    """Returns the space to search if nothing fits: tensor parallelism across nodes, then offload; None after both."""
+    devices = cache.cluster.device_count
+    if "tensor" in space.axes and space.max_tensor_degree is None and devices > cache.cluster.devices_per_node:
+        return replace(space, max_tensor_degree=devices)
+    if space.offload or not space.may_offload or "optimizer.cpu_offload" in cache.work.pinned:
+        return None
+    return None if cache.cluster.device.is_cpu else replace(space, max_tensor_degree=None, offload=True)
 
 
 def pareto_front(plans: list[Estimate]) -> list[Estimate]:
@@ -195,153 +297,44 @@ def pareto_front(plans: list[Estimate]) -> list[Estimate]:
     return front
 
 
-def reestimate_exactly(cache: CostCache, plans: list[Estimate]) -> list[Estimate]:
-    """Estimates plans again by the exact formulas of their run configurations; drops those that then do not fit."""
-    if cache.work.base_config is None:
-        return plans
-    jobs = [exact_job(cache.work, cache.cluster, Candidate.from_job(plan.job)) for plan in plans]
-    exact = (estimate(job, simulate_pipeline=True, corrections=cache.corrections) for job in jobs)
-    return [plan for plan in exact if plan.fits]
+def rank_exactly(
+    cache: CostCache, ranked: list[Estimate], top: int
+) -> tuple[list[Estimate], dict[Candidate, Estimate | None]]:
+    """Estimates the best plans of the first families again, with the exact formulas of their run configurations and the
+    pipeline executed action by action. Plans that then do not fit are dropped, and the others take their place.
 
-
-def optimistic_seconds(cache: CostCache, degrees: ModelParallelDegrees, space: SearchSpace) -> float:
-    """Returns the best step time of a few candidates, given unlimited memory.
-
-    They have the least and the most sharding, the smallest and the largest micro-batches, and the schedules with the
-    smallest bubbles.
+    Returns the ranked plans, and the exact estimates by candidate: None for one that was dropped.
     """
-    sizes = [micro for micro in micro_batch_sizes(cache.work, degrees) if filled_schedules(cache, degrees, micro)]
-    shardings = list(sharded_layouts(cache.work, degrees, space))
-    if not sizes or not shardings:
-        return float("inf")
-    mode = checkpoint_modes(cache.work, space)[0]
-    step_times = []
-    for micro in {sizes[0], sizes[-1]} if degrees.pipeline > 1 else sizes[-1:]:
-        schedules = filled_schedules(cache, degrees, micro)
-        split = [row for row in schedules if SCHEDULES[row[0]].splits_backward]
-        unsplit = [row for row in schedules if not SCHEDULES[row[0]].splits_backward] or split
-        for schedule, stages in {max(unsplit, key=lambda row: row[1]), (split or unsplit)[-1]}:
-            for sharding, layouts in {shardings[0][0]: shardings[0], shardings[-1][0]: shardings[-1]}.values():
-                candidate = Candidate(layouts[-1], micro, sharding, mode, schedule, stages, degrees.context_method)
-                if not cache.is_unsupported(candidate):
-                    step_times.append(cache.optimistic_estimate(candidate).seconds)
-    return min(step_times, default=0.0)
+    exact: dict[Candidate, Estimate | None] = {}
+    while pending := [row.best for row in plan_families(ranked)[:top] if Candidate.from_job(row.best.job) not in exact]:
+        replaced = []
+        for plan in ranked:
+            candidate = Candidate.from_job(plan.job)
+            if any(plan is each for each in pending):
+                job = exact_job(cache.work, cache.cluster, candidate)
+                again = estimate(job, simulate_pipeline=True, corrections=cache.corrections, quick=True)
+                exact[candidate] = again if again.peak_memory.total <= cache.memory_limit else None
+                replaced += [again] if exact[candidate] else []
+            else:
+                replaced.append(plan)
+        ranked = rank_estimates(replaced)
+    return ranked, exact
 
 
-def filled_schedules(cache: CostCache, degrees: ModelParallelDegrees, micro: int) -> list[tuple[str, int]]:
-    """Returns the schedules for which micro-batches of this size give enough micro-batches per step."""
-    micro_batches = cache.work.global_batch // degrees.data // micro
-    schedules = [
-        row
-        for row in pipeline_schedules(cache.work, degrees)
-        if fills_schedule(row[0], degrees.pipeline, micro_batches)
-    ]
-    if ("1f1b", 1) not in schedules:
-        return schedules
-    return [row for row in schedules if not SCHEDULES[row[0]].all_forward_first]
-
-
-def feasible_candidates(
-    cache: CostCache, degrees: ModelParallelDegrees, space: SearchSpace, best: BestByLayout
-) -> Iterator[Candidate]:
-    """Yields the supported candidates that fit and may improve on the best plans so far.
-
-    The most sharded layouts come first: a micro-batch that does not fit there fits nowhere.
+def refined_candidates(cache: CostCache, plans: Iterable[Estimate]) -> Iterator[Candidate]:
+    """Yields the first plans with smaller micro-batches and without compiled blocks. Smaller micro-batches are rarely
+    faster: where the loss is computed in fewer chunks, or where matrix products divide better over the multiprocessors.
     """
-    modes = checkpoint_modes(cache.work, space)
-    too_large: set[tuple[str, int, int, str]] = set()
-    for sharding, all_layouts in reversed(list(sharded_layouts(cache.work, degrees, space))):
-        for layout in reversed(shard_group_layouts(cache, degrees, space, sharding, all_layouts)):
-            for schedule, stages in pipeline_schedules(cache.work, degrees):
-                fitting: list[Candidate] = []
-                level = 0
-                for micro in micro_batch_sizes(cache.work, degrees):
-                    if (schedule, stages) not in filled_schedules(cache, degrees, micro):
-                        continue
-                    candidate = Candidate(
-                        layout, micro, sharding, modes[level], schedule, stages, degrees.context_method
-                    )
-                    if cache.optimistic_estimate(candidate).seconds > best.seconds_to_beat(candidate):
-                        continue
-                    fits = with_least_recomputation(cache, candidate, modes[level:], too_large)
-                    if fits is None:
-                        break
-                    level = modes.index(fits.activation_checkpoint)
-                    fitting.append(fits)
-                yield from fitting if degrees.pipeline > 1 else smallest_and_largest(fitting)
-
-
-def checkpoint_modes(work: Workload, space: SearchSpace) -> tuple[str, ...]:
-    pin = work.pinned.get("activation_checkpoint.mode")
-    return space.checkpoint_modes if pin is None else (str(pin),)
-
-
-def with_least_recomputation(
-    cache: CostCache, candidate: Candidate, modes: tuple[str, ...], too_large: set[tuple[str, int, int, str]]
-) -> Candidate | None:
-    """Returns the candidate with the first mode of activation checkpointing that fits."""
-    for mode in modes:
-        attempt = replace(candidate, activation_checkpoint=mode)
-        key = (candidate.schedule, candidate.stages_per_rank, candidate.micro, mode)
-        if key in too_large or cache.is_unsupported(attempt):
-            continue
-        if cache.fits(attempt):
-            return attempt
-        too_large.add(key)
-    return None
-
-
-def smallest_and_largest(candidates: list[Candidate]) -> list[Candidate]:
-    """Keeps the smallest and the largest micro-batch of each mode of activation checkpointing.
-
-    Without a pipeline the largest is the fastest; the smallest may be as fast and needs less memory.
-    """
-    kept: dict[tuple[str, str], Candidate] = {}
-    for candidate in candidates:
-        kept.setdefault((candidate.activation_checkpoint, "smallest"), candidate)
-        kept[candidate.activation_checkpoint, "largest"] = candidate
-    return list(dict.fromkeys(kept.values()))
-
-
-def shard_group_layouts(
-    cache: CostCache, degrees: ModelParallelDegrees, space: SearchSpace, sharding: str, layouts: list[Layout]
-) -> list[Layout]:
-    """Keeps the shard groups of all ranks, of one node, and the smallest that fit with the most and the least
-    activation checkpointing.
-    """
-    if len(layouts) < 3:
-        return layouts
-    sizes = micro_batch_sizes(cache.work, degrees)
-    micro = next((size for size in sizes if any(filled_schedules(cache, degrees, size))), 1)
-    schedule, stages = (filled_schedules(cache, degrees, micro) or pipeline_schedules(cache.work, degrees))[0]
-    per_node = cache.cluster.devices_per_node
-    within_node = [layout for layout in layouts if layout.shard * layout.context * layout.tensor <= per_node]
-    kept = {layouts[-1], *within_node[-1:]}
-    modes = checkpoint_modes(cache.work, space)
-    for mode in {modes[0], modes[-1]}:
-
-        def fits(layout: Layout, mode: str = mode) -> bool:
-            return cache.fits(Candidate(layout, micro, sharding, mode, schedule, stages, degrees.context_method))
-
-        smallest = bisect_left(layouts, True, key=fits)
-        if smallest < len(layouts):
-            kept.add(layouts[smallest])
-    return [layout for layout in layouts if layout in kept]
-
-
-def smaller_micro_batches(cache: CostCache, plans: Iterable[Estimate]) -> Iterator[Candidate]:
-    """Yields the first plans with smaller micro-batches. They are rarely faster: where the loss is computed in fewer
-    chunks, or where matrix products divide better over the multiprocessors.
-    """
-    if "batch.micro" in cache.work.pinned:
-        return
     for plan in plans:
         candidate, local = Candidate.from_job(plan.job), plan.job.batch.micro * plan.job.batch.accumulation
-        if candidate.layout.pipeline == 1:
-            for micro in (size for size in range(1, candidate.micro) if local % size == 0):
-                variant = replace(candidate, micro=micro)
-                if not cache.is_unsupported(variant) and cache.fits(variant):
-                    yield variant
+        variants = []
+        if candidate.layout.pipeline == 1 and "batch.micro" not in cache.work.pinned:
+            variants = [replace(candidate, micro=size) for size in range(1, candidate.micro) if local % size == 0]
+        if cache.work.trainer is None and "compile.enabled" not in cache.work.pinned and candidate.compile is None:
+            variants.append(replace(candidate, compile=False))
+        for variant in variants:
+            if not cache.is_unsupported(variant) and cache.fits(variant):
+                yield variant
 
 
 def memory_saving_variants(cache: CostCache, space: SearchSpace, first: list[Candidate]) -> Iterator[Candidate]:
@@ -353,21 +346,3 @@ def memory_saving_variants(cache: CostCache, space: SearchSpace, first: list[Can
                 variant = replace(candidate, micro=micro, activation_checkpoint=mode)
                 if not cache.is_unsupported(variant) and cache.fits(variant):
                     yield variant
-
-
-def min_memory_candidate(cache: CostCache, space: SearchSpace | None = None) -> Candidate | None:
-    """Returns the supported candidate with the least memory, whether it fits or not; None if nothing divides."""
-    space = space or SearchSpace(max_tensor_degree=cache.cluster.device_count)
-    candidates: list[Candidate] = []
-    for degrees in all_degrees(cache, space):
-        sizes = [micro for micro in micro_batch_sizes(cache.work, degrees) if filled_schedules(cache, degrees, micro)]
-        shardings = list(sharded_layouts(cache.work, degrees, space))
-        if not sizes or not shardings:
-            continue
-        sharding, layouts = shardings[-1]
-        schedule, stages = filled_schedules(cache, degrees, sizes[0])[0]
-        start = Candidate(layouts[-1], sizes[0], sharding, "none", schedule, stages, degrees.context_method)
-        modes = reversed(checkpoint_modes(cache.work, space))
-        variants = (replace(start, activation_checkpoint=mode) for mode in modes)
-        candidates += [variant for variant in variants if not cache.is_unsupported(variant)][:1]
-    return min(candidates, key=lambda candidate: cache.peak_memory(candidate).total, default=None)

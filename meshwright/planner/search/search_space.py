@@ -12,6 +12,7 @@ from functools import cache
 from math import lcm
 
 from meshwright.models.registry import run_spec
+from meshwright.planner.search.trainer_rules import trainer_rules
 from meshwright.planner.workload.traced_model import TracedModel
 from meshwright.planner.workload.workload import Workload
 from meshwright.topology.layout import Layout
@@ -34,6 +35,17 @@ class SearchSpace:
     checkpoint_modes: tuple[str, ...] = CHECKPOINT_MODES
     max_tensor_degree: int | None = None
     """The largest tensor-parallel group; None means the devices of a node."""
+    offload: bool = False
+    """Whether optimizer state is in host memory."""
+    may_offload: bool = True
+    """Whether a search for which nothing fits goes on with optimizer state in host memory."""
+
+    def of_trainer(self, work: Workload) -> SearchSpace:
+        """Returns the part of this space that the trainer of a workload supports, with the pinned offload."""
+        rules = trainer_rules(work.trainer_name)
+        modes = tuple(mode for mode in self.checkpoint_modes if mode in rules.checkpoint_modes)
+        offload = bool(work.pinned.get("optimizer.cpu_offload", self.offload))
+        return replace(self, axes=self.axes & rules.axes, checkpoint_modes=modes or ("none",), offload=offload)
 
 
 @dataclass(frozen=True)
@@ -93,7 +105,7 @@ def model_parallel_degrees(
                         yield ModelParallelDegrees(pipeline, context, tensor, expert, data, method)
 
 
-def permitted_degrees(degrees: list[int], axis_is_free: bool, pin: int | str | None) -> list[int]:
+def permitted_degrees(degrees: list[int], axis_is_free: bool, pin: int | str | bool | None) -> list[int]:
     """Returns the pinned degree if there is one, all degrees if the axis may be used, and the smallest otherwise."""
     if pin is not None:
         return [int(pin)] if int(pin) in degrees else []
@@ -106,6 +118,10 @@ def context_methods(work: Workload, context: int, tensor: int) -> Iterator[str]:
     """
     if context == 1:
         yield "ring"
+        return
+    if work.trainer is not None:
+        if work.sequence % (context * lcm(2, tensor)) == 0:
+            yield work.trainer.context_method
         return
     pin = work.pinned.get("context.method")
     divides = work.sequence % (context * lcm(2, tensor)) == 0
@@ -140,8 +156,13 @@ def sharded_layouts(
     replicate, shard_degree = pinned.get("layout.replicate"), pinned.get("layout.shard_degree")
     if pinned_sharding in (None, "none") and shard_degree in (None, 1) and replicate in (None, data):
         yield "none", [replicated]
-    for sharding in SHARDINGS if "shard" in space.axes or pinned_sharding else ():
-        if pinned_sharding not in (None, sharding) or (sharding == "gradients" and degrees.pipeline > 1):
+    rules = trainer_rules(work.trainer_name)
+    for sharding in rules.shardings if "shard" in space.axes or pinned_sharding else ():
+        if pinned_sharding not in (None, sharding):
+            continue
+        if sharding == "gradients" and degrees.pipeline > 1 and not rules.shards_gradients_in_pipeline:
+            continue
+        if sharding == "parameters" and degrees.pipeline > 1 and not rules.shards_in_pipeline:
             continue
         layouts = [
             replace(replicated, replicate=data // shards, shard=shards)
@@ -180,11 +201,16 @@ def pipeline_schedules(work: Workload, degrees: ModelParallelDegrees) -> list[tu
         SCHEDULES.values(), key=lambda row: (row.max_stages is None, row.v_shaped, row.all_forward_first)
     )
     options = [(schedule.name, stages) for schedule in simplest_first for stages in schedule.candidate_stages]
-    max_stages = work.model.layers // degrees.pipeline
+    # Other trainers may leave the first stage to the embedding and the last one to the head, as Llama 3's does.
+    max_stages = (work.model.layers + (2 if work.trainer is not None else 0)) // degrees.pipeline
+    supported = trainer_rules(work.trainer_name).schedules or tuple(SCHEDULES)
     return [
         (name, stages)
         for name, stages in options
-        if stages <= max_stages and pinned_schedule in (None, name) and pinned_stages in (None, stages)
+        if stages <= max_stages
+        and name in supported
+        and pinned_schedule in (None, name)
+        and pinned_stages in (None, stages)
     ]
 
 

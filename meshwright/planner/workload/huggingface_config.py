@@ -28,6 +28,13 @@ from meshwright.models.config_fields import (
     read_config_file,
 )
 from meshwright.models.registry import read_huggingface_model
+from meshwright.planner.workload.decoder_config import (
+    decoder,
+    require_moe_in_every_layer,
+    with_biases,
+    with_qwen_experts,
+)
+from meshwright.planner.workload.hybrid_config import HYBRID_FAMILIES
 
 
 @dataclass(frozen=True)
@@ -89,36 +96,9 @@ def ignored_features(fields: ConfigFields) -> list[str]:
     ignored = []
     if fields.get(OptionalCount, 0, "num_nextn_predict_layers"):
         ignored.append("multi-token prediction layers (MTP)")
-    if fields.flag("use_sliding_window", False):
+    if fields.flag("use_sliding_window", False) and fields.text("model_type", "") not in HYBRID_FAMILIES:
         ignored.append("sliding-window attention of some layers")
     return ignored
-
-
-def decoder(fields: ConfigFields) -> Architecture:
-    """Reads what most families share: RMSNorm, gated feed-forward, grouped-query attention, rotary positions."""
-    width = fields.number(Width, "hidden_size")
-    heads = fields.number(Heads, "num_attention_heads")
-    head_dim = fields.number(Width, "head_dim", default=width // heads)
-    if not head_dim or (fields.tree.get("head_dim") is None and width % heads):
-        raise ConfigError(
-            f"{fields.file}: num_attention_heads = {heads} does not divide hidden_size = {width}",
-            "expected a divisor, or head_dim",
-        )
-    return Architecture(
-        fields.text("model_type", REQUIRED),
-        fields.number(Layers, "num_hidden_layers"),
-        width,
-        heads,
-        fields.number(Heads, "num_key_value_heads", default=heads),
-        head_dim,
-        fields.number(Width, "intermediate_size"),
-        fields.number(Vocabulary, "vocab_size"),
-        tied_embeddings=fields.flag("tie_word_embeddings", False),
-    )
-
-
-def with_biases(model: Architecture, attention: bool, ffn: bool = False) -> Architecture:
-    return replace(model, qkv_bias=attention, out_bias=attention, ffn_bias=ffn)
 
 
 def llama(fields: ConfigFields) -> Architecture:
@@ -148,23 +128,6 @@ def qwen2(fields: ConfigFields) -> Architecture:
 
 def qwen3(fields: ConfigFields) -> Architecture:
     return replace(with_biases(decoder(fields), fields.flag("attention_bias", False)), qk_norm=True)
-
-
-def with_qwen_experts(model: Architecture, fields: ConfigFields) -> Architecture:
-    require_moe_in_every_layer(fields, "decoder_sparse_step")
-    dense = fields.tree.get("mlp_only_layers") or []
-    if not isinstance(dense, list) or dense != list(range(len(dense))):
-        raise ConfigError(
-            f"{fields.file}: mlp_only_layers = {format_value(dense)} is not supported",
-            "expected the first layers, from 0 on",
-        )
-    return replace(
-        model,
-        experts=fields.number(Experts, "num_experts", "num_local_experts"),
-        experts_active=fields.number(Experts, "num_experts_per_tok"),
-        expert_ffn=fields.number(Width, "moe_intermediate_size"),
-        dense_layers=len(dense),
-    )
 
 
 def qwen2_moe(fields: ConfigFields) -> Architecture:
@@ -208,13 +171,9 @@ def deepseek(fields: ConfigFields) -> Architecture:
         experts_shared=fields.number(OptionalCount, "n_shared_experts", default=0),
         expert_ffn=fields.number(Width, "moe_intermediate_size"),
         dense_layers=fields.number(OptionalCount, "first_k_dense_replace", default=0),
+        routing_groups=fields.number(OptionalCount, "n_group", default=0),
+        routing_groups_active=fields.number(OptionalCount, "topk_group", default=0),
     )
-
-
-def require_moe_in_every_layer(fields: ConfigFields, key: str) -> None:
-    """Raises ConfigError unless every layer after the leading dense ones has experts."""
-    if (step := fields.number(Layers, key, default=1)) != 1:
-        raise ConfigError(f"{fields.file}: {key} = {step} alternates dense and MoE layers", "expected 1")
 
 
 def gpt2(fields: ConfigFields) -> Architecture:
@@ -257,5 +216,6 @@ FAMILIES: dict[str, Callable[[ConfigFields], Architecture]] = {
     "deepseek_v3": deepseek,
     "gpt2": gpt2,
     "gpt_neox": gpt_neox,
+    **HYBRID_FAMILIES,
 }
 """`model_type` -> the function that reads the config."""

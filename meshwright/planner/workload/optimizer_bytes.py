@@ -10,14 +10,7 @@ from meshwright.models.registry import frozen_spec
 from meshwright.models.spec import ParameterSpec
 from meshwright.planner.workload.traced_model import TracedModel
 from meshwright.planner.workload.trainer_profile import TrainerProfile
-from meshwright.topology.layout import Layout
-from meshwright.topology.optimizer_state import OUTSIDE_BLOCKS, rank_state_bytes, state_tensors, update_rule
-from meshwright.topology.parameter_shards import parameter_shards, uses_fsdp
-
-FACTORED = ("adafactor",)
-"""Optimizers with state that does not divide like the parameter: the column moments of a shard are those of all its
-columns, so that more shards have more state in all.
-"""
+from meshwright.topology.optimizer_state import OUTSIDE_BLOCKS, state_tensors, update_rule
 
 
 def optimizer_bytes(trainer: TrainerProfile, config: RunConfig | None, model: object) -> float:
@@ -49,15 +42,6 @@ def trainable_fraction_of_family(config: OptimizerConfig, model: ModelConfig, lo
 def trainable_part(parameters: Sequence[ParameterSpec]) -> float:
     trainable = sum(parameter.local_numel() for parameter in parameters if parameter.trainable)
     return trainable / sum(parameter.local_numel() for parameter in parameters)
-
-
-def factored_state_bytes(
-    config: RunConfig, layout: Layout, model: object, pipeline_rank: int, element_size: int
-) -> int:
-    """Bytes of the state of a factored optimizer on the first rank of a pipeline rank, from its local shards."""
-    spec = model.spec if isinstance(model, TracedModel) else frozen_spec(config.model, config.lora, config.optimizer)
-    shards = parameter_shards(spec, config, layout, pipeline_rank * layout.stride("pipeline"))
-    return rank_state_bytes(config.optimizer, shards, uses_fsdp(layout), element_size)
 
 
 @lru_cache(maxsize=64)

@@ -23,6 +23,8 @@ def own_trainer(config: RunConfig, layout: Layout, micro_steps: int) -> TrainerP
         fields |= {"residual_bytes": 0, "stage_output_bytes": 2, "fixed_step_seconds": 2e-3}
         if config.compile.enabled:
             fields |= {"residual_traffic_bytes": 8}
+    if config.optimizer.cpu_offload:
+        fields |= {"offloads_optimizer": True}
     if config.precision.float8:
         fields |= {"saves_quantized_inputs": True}
     if config.ddp.comm_hook == "bf16_compress" and uses_ddp(layout):

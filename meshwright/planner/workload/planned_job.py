@@ -8,7 +8,7 @@ from functools import cached_property
 from meshwright.config import Batch, RunConfig, derive_batch
 from meshwright.config.device_defaults import with_device_defaults
 from meshwright.models.architecture import Architecture
-from meshwright.models.registry import model_architecture
+from meshwright.models.registry import block_costs, model_architecture
 from meshwright.planner.hardware.cluster import Cluster
 from meshwright.planner.workload.optimizer_bytes import optimizer_bytes
 from meshwright.planner.workload.own_trainer import own_trainer
@@ -56,6 +56,10 @@ class PlannedJob:
     """the software that runs the job"""
     run_config: RunConfig | None = None
     """the config of a Meshwright run, which the exact formulas need; None for other trainers"""
+    expert_imbalance: float = 1.0
+    """load of the busiest expert-parallel rank as a multiple of the mean; 1 for a balanced load"""
+    block_costs: tuple[float, ...] | None = None
+    """FLOPs of every block, by which pipeline stages are balanced; None: layers are divided evenly"""
 
     def __post_init__(self) -> None:
         find_schedule(self.schedule)  # raises ConfigError if the schedule is unknown
@@ -67,7 +71,19 @@ class PlannedJob:
         """Returns the job of a Meshwright run on a cluster; `traced` is a model that replaces that of the config."""
         config = with_device_defaults(config, cluster.device_type, traced is not None)
         layout = Layout.from_config(config.layout)
-        batch = derive_batch(config.batch, layout.data_degree)
+        return cls.of_run(config, layout, derive_batch(config.batch, layout.data_degree), cluster, name, traced)
+
+    @classmethod
+    def of_run(
+        cls,
+        config: RunConfig,
+        layout: Layout,
+        batch: Batch,
+        cluster: Cluster,
+        name: str = "",
+        traced: TracedModel | None = None,
+    ) -> PlannedJob:
+        """Returns the job of a Meshwright run whose settings have their values for the device."""
         return cls(
             traced or model_architecture(config.model, name or config.preset),
             cluster,
@@ -83,12 +99,18 @@ class PlannedJob:
             config.context.method,
             own_trainer(config, layout, batch.accumulation),
             config,
+            block_costs=block_costs(config) if traced is None and layout.pipeline > 1 else None,
         )
 
     @cached_property
     def optimizer_bytes(self) -> float:
         """Mean bytes of optimizer state per parameter, in float32."""
         return optimizer_bytes(self.trainer, self.run_config, self.model)
+
+    @property
+    def offload(self) -> bool:
+        """Whether optimizer state is in host memory, where the update runs."""
+        return self.trainer.offloads_optimizer
 
     @property
     def tokens_per_step(self) -> int:

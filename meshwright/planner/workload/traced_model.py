@@ -41,6 +41,7 @@ class TracedModel:
 
     latent_attention = None
     experts_shared = 0
+    routing_groups = routing_groups_active = 0
     loss_in_head_unit = False
 
     @cached_property

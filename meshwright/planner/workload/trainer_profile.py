@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import Literal
 
 
@@ -24,11 +25,15 @@ class TrainerProfile:
     """dropout masks are saved: one byte per element after attention and after the feed-forward"""
     regathers_in_backward: bool = False
     """inputs of tensor-parallel matmuls are saved sharded, and all-gathered again in backward"""
-    selective_policy: Literal["matmuls", "alternate_matmuls", "all_but_scores"] = "matmuls"
+    selective_policy: Literal["matmuls", "alternate_matmuls", "all_but_scores", "all_but_pointwise"] = "matmuls"
     """what selective activation checkpointing saves: outputs of matmuls and attention; of attention and every other
-    matmul; or everything except attention scores"""
+    matmul; everything except attention scores; or everything except outputs of norms and activation functions"""
+    interleaves: bool = False
+    """a rank usually has several pipeline stages, so that a record that does not state their number may have them"""
     torch_native: bool = True
     """FSDP2 units, torch.distributed.pipelining and DTensor; else full parameter and gradient buffers (Megatron)"""
+    prefetched_units: int = 1
+    """FSDP units that are all-gathered ahead of the one in use"""
     keeps_stages_unsharded: bool = False
     """FSDP units of pipeline stages stay unsharded through the step"""
     keeps_stage_outputs: bool = True
@@ -53,6 +58,21 @@ class TrainerProfile:
     """the batch of a rank is split into as many micro-batches as there are pipeline stages"""
     unoverlapped_data_comm: bool = False
     """gradients are reduced and parameters gathered after the computation of the step, not during it"""
+    overlaps_shared_experts: bool = False
+    """shared experts are computed while tokens are dispatched and combined"""
+    recomputes_latent_projections: bool = False
+    """queries, keys and values of latent attention are not saved, and projected up again in backward"""
+    defers_matmuls_only: bool = False
+    """between the two parts of a split backward pass, only inputs and output gradients of matmuls are kept; else, as in
+    torch.distributed.pipelining, everything that forward saved as well"""
+    recomputes_gated_product: bool = False
+    """the product of gate and up is not saved: the fused backward kernel of the activation writes it again"""
+    offloads_optimizer: bool = False
+    """the optimizer state is in host memory, and the host updates the parameters"""
+    float8_recipe: Literal["tensorwise", "rowwise", "blockwise", "mxfp8"] = "tensorwise"
+    """scales of 8-bit matmuls; `quantize_traffic_bytes` is the traffic of tensorwise casts"""
+    fused_experts: bool = False
+    """the matmuls, the activation and the casts of routed experts are one kernel: their intermediates move less"""
     default_sharding: str = "none"
     """what is sharded over data-parallel ranks if a record does not say: none, optimizer, gradients or parameters"""
     context_method: str = "ring"
@@ -87,12 +107,22 @@ class TrainerProfile:
     """bytes on the device before the first tensor: CUDA context, kernels, workspaces"""
     allocator_slack: float = 0
     """memory that the allocator reserves beyond its tensors, as a fraction of the transient ones"""
-    dispatch_bytes: float = 2
-    """bytes per element that is sent to an expert"""
+    saved_token_copies: int = 0
+    """copies of a routed token that are saved for backward; 0 for those of torch modules: two, and three with expert
+    parallelism"""
+    attention_output_bytes: float = 0
+    """bytes per saved element of the output of attention, if attention and the projection after it share one copy in
+    another format; 0 for the compute precision, beside the quantized input of the projection"""
+    activation_input_bytes: float = 0
+    """bytes per saved element of gate and up, the inputs of the activation function; 0 for the compute precision"""
+    dispatch_bytes: float = 0
+    """bytes per element that is sent to an expert; 0 for the compute precision"""
     stage_output_bytes: float = 2
     """bytes per element that is sent to the next stage"""
     reduce_bytes: float = 4
     """bytes per gradient in reductions over data-parallel ranks"""
+    reduces_bf16_in_float32: bool = False
+    """bf16 gradients are reduced in float32, whatever `reduce_bytes` is, unless parameters are sharded"""
     gather_bytes: float = 2
     """bytes per parameter in all-gathers over data-parallel ranks"""
 
@@ -128,11 +158,40 @@ class TrainerProfile:
     """seconds per layer and pass in which the device waits for the host"""
     tensor_overlap: float = 0.0
     """fraction of tensor-parallel communication that computation hides"""
-    data_overlap: float = 1.0
-    """fraction of the last backward pass that can hide gradient reductions"""
     pipeline_overlap: float = 0.0
     """fraction of the communication between stages that computation hides"""
     contention: float = 0.06
     """fraction by which computation slows down while a collective runs at the same time"""
     fixed_step_seconds: float = 0.01
     """seconds per step for data loading, gradient clipping and logging"""
+    expert_overlap: float = 0.0
+    """fraction of the all-to-alls of experts that run while another micro-batch computes (DualPipe, combined 1F1B)"""
+    interleaved_expert_overlap: float = 0.0
+    """the same fraction if ranks have several pipeline stages and experts are on several nodes, where trainers that do
+    not overlap in general do"""
+    graphed_kernels: float = 0.0
+    """fraction of the kernels of a layer that CUDA graphs launch"""
+    kernel_accuracy: float = 0.085
+    """relative accuracy of the predicted computation of a step, half the width of its 80 % interval; wider for a
+    trainer with few published runs, and widest for one that is unknown"""
+
+    @cached_property
+    def _hash(self) -> int:
+        return hash(tuple(getattr(self, field.name) for field in fields(self)))
+
+    def __hash__(self) -> int:
+        """Computed once: the caches of the cost model look it up often."""
+        return self._hash
+
+
+def with_matmul_precision(profile: TrainerProfile, precision: str) -> TrainerProfile:
+    """Returns the profile of a trainer whose matmuls have this precision. Transformer Engine, which the trainers that
+    are not torch-native use for matmuls in 8 bits or fewer, saves their quantized inputs.
+    """
+    quantizes = precision in ("fp8", "fp4") and not profile.torch_native
+    return replace(profile, saves_quantized_inputs=True) if quantizes else profile
+
+
+def describe_profile(profile: TrainerProfile) -> str:
+    """The name and the year of a profile, and what its users would miss."""
+    return profile.name if profile.flash_attention else f"{profile.name}, without flash attention"

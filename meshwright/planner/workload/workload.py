@@ -4,11 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 from meshwright.config import RunConfig
 from meshwright.models.architecture import Architecture
+from meshwright.models.registry import block_costs
 from meshwright.planner.hardware.cluster import Cluster
+from meshwright.planner.workload.expert_loads import rank_imbalance
 from meshwright.planner.workload.traced_model import TracedModel
+from meshwright.planner.workload.trainer_profile import TrainerProfile
 
 SEARCHED_KEYS = (
     "layout.replicate",
@@ -23,8 +27,18 @@ SEARCHED_KEYS = (
     "context.method",
     "activation_checkpoint.mode",
     "batch.micro",
+    "compile.enabled",
+    "optimizer.cpu_offload",
 )
 """Config keys that the search chooses, unless an option pins them."""
+
+
+def count_samples(number: int) -> str:
+    return "1 sample" if number == 1 else f"{number:,} samples"
+
+
+HEADROOM = 0.08
+"""The share of device memory that a plan leaves free by default: for fragmentation and the error of the estimate."""
 
 
 @dataclass(frozen=True)
@@ -41,21 +55,48 @@ class Workload:
     """precision of matmuls; auto: that of the device"""
     base_config: RunConfig | None = None
     """the config whose layout is searched; None if Meshwright's decoder cannot train this model or precision"""
-    pinned: Mapping[str, int | str] = field(default_factory=dict)
+    pinned: Mapping[str, int | str | bool] = field(default_factory=dict)
     """values of those SEARCHED_KEYS that the search must keep"""
     notes: tuple[str, ...] = ()
     """assumptions that were made because an option was not given"""
+    headroom: float = HEADROOM
+    """share of device memory that plans leave free"""
+    trainer_name: str = "meshwright"
+    """the trainer that the plan is for, as `plan --trainer` names it"""
+    trainer: TrainerProfile | None = None
+    """the profile of that trainer; None for Meshwright, whose profile follows from the settings of a run"""
+    expert_imbalance: float = 1.0
+    """load of the busiest expert-parallel rank as a multiple of the mean; 1 for a balanced load"""
+    expert_loads: tuple[tuple[float, ...], ...] = ()
+    """measured tokens of each expert, a row per block; they replace `expert_imbalance`"""
+
+    def imbalance(self, expert_ranks: int) -> float:
+        """The load of the busiest of so many expert-parallel ranks as a multiple of the mean."""
+        return rank_imbalance(self.expert_loads, expert_ranks) if self.expert_loads else self.expert_imbalance
 
     @property
     def tokens_per_step(self) -> int:
         """Tokens per step over all ranks."""
         return self.global_batch * self.sequence
 
+    @cached_property
+    def block_costs(self) -> tuple[float, ...] | None:
+        """FLOPs of every block, by which Meshwright balances pipeline stages; None if layers are divided evenly."""
+        if self.trainer is not None or self.base_config is None or isinstance(self.model, TracedModel):
+            return None
+        return block_costs(self.base_config)
+
     def on(self, cluster: Cluster) -> Workload:
-        """Returns this workload with the precision that it has on the devices of a cluster."""
-        if self.precision != "auto":
-            return self
-        return replace(self, precision="fp32" if cluster.device.is_cpu else "bf16")
+        """Returns this workload with the precision that it has on the devices of a cluster, and with those settings of
+        its config that the search chooses there unset: on a GPU, whether blocks are compiled.
+        """
+        config, precision = self.base_config, self.precision
+        if precision == "auto":
+            precision = "fp32" if cluster.device.is_cpu else "bf16"
+        if config is not None:
+            pin = self.pinned.get("compile.enabled", config.compile.enabled if cluster.device.is_cpu else None)
+            config = replace(config, compile=replace(config.compile, enabled=None if pin is None else bool(pin)))
+        return replace(self, precision=precision, base_config=config)
 
     def with_size(self, global_batch: int | None = None, sequence: int | None = None) -> Workload:
         """Returns the same workload, and the same base config, with another batch or sequence length."""

@@ -12,8 +12,11 @@ from meshwright.errors import ConfigError
 from meshwright.models.registry import model_architecture
 from meshwright.planner.workload.resolve_model import resolve_model
 from meshwright.planner.workload.traced_model import TracedModel
-from meshwright.planner.workload.workload import SEARCHED_KEYS, Workload
+from meshwright.planner.workload.trainer_profiles import in_16_bits, trainer_profile
+from meshwright.planner.workload.workload import SEARCHED_KEYS, Workload, count_samples
 
+OWN_TRAINER, OWN_EAGER = "meshwright", "meshwright-eager"
+"""Meshwright in `plan --trainer`, with the defaults of the device and without compiled blocks."""
 DEFAULT_TOKENS_PER_STEP = 4 << 20
 """Tokens per step if no batch is given: published runs of large models start with about as many."""
 DEFAULT_SEQUENCE = 4096
@@ -48,7 +51,7 @@ def build_workload(
     if config is None:
         global_batch, tokens = default_size(batch, sequence)
         if batch is None:
-            notes.append(f"assumed batch: {global_batch:,} samples of {tokens:,} tokens per step")
+            notes.append(f"assumed batch: {count_samples(global_batch)} of {tokens:,} tokens per step")
         pins = parse_pins(pinned)
         return Workload(resolved.architecture, global_batch, tokens, precision or "bf16", None, pins, tuple(notes))
     tree: dict[str, Any] = config_to_dict(config)
@@ -84,6 +87,32 @@ def workload_from_config(
     return Workload(model, config.batch.global_, sequence, precision, free, parse_pins(pinned))
 
 
+def for_trainer(work: Workload, name: str, headroom: float | None = None) -> Workload:
+    """Returns the workload as another trainer runs it, and with another headroom.
+
+    Raises:
+        ConfigError: the trainer is unknown or cannot run a model of one's own, or the headroom is out of range.
+    """
+    if headroom is not None:
+        if not 0 <= headroom < 1:
+            raise ConfigError(
+                f"headroom {headroom} is out of range", "expected a share of device memory from 0 to 0.99"
+            )
+        work = replace(work, headroom=headroom)
+    name = name.lower()
+    if name == OWN_TRAINER:
+        return work
+    profile = trainer_profile(name)
+    if name == OWN_EAGER:
+        if work.pinned.get("compile.enabled"):
+            raise ConfigError(f"{name} does not compile blocks", f"try --trainer {OWN_TRAINER}")
+        return replace(work, trainer_name=name, pinned={**work.pinned, "compile.enabled": False})
+    if isinstance(work.model, TracedModel):
+        raise ConfigError(f"trainer {name} cannot be planned for a model of one's own", f"expected {OWN_TRAINER}")
+    profile = profile if work.precision in ("fp8", "fp4") else in_16_bits(profile)
+    return replace(work, trainer_name=name, trainer=profile, base_config=None)
+
+
 def split_overrides(overrides: Sequence[str]) -> tuple[dict[str, str], list[str]]:
     """Splits `--KEY=VALUE` options into values of SEARCHED_KEYS by key, and the options that are left."""
     pinned: dict[str, str] = {}
@@ -103,9 +132,9 @@ def default_size(batch: int | None, sequence: int | None) -> tuple[int, int]:
     return batch or max(1, DEFAULT_TOKENS_PER_STEP // sequence), sequence
 
 
-def parse_pins(pinned: dict[str, str]) -> dict[str, int | str]:
+def parse_pins(pinned: dict[str, str]) -> dict[str, int | str | bool]:
     """Parses and validates pinned values as the config does."""
-    parsed: dict[str, int | str] = {}
+    parsed: dict[str, int | str | bool] = {}
     for key, value in pinned.items():
         section, _, name = key.partition(".")
         required = {"layout.shard_degree": ["--layout.shard=optimizer"]}.get(key, [])  # valid only with this setting

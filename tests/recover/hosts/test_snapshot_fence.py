@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 
 import pytest
 
@@ -47,6 +48,13 @@ def client_of(supervisor: HostSupervisor, attempt: int) -> KeeperClient:
     return KeeperClient(KeeperAddress("b", "127.0.0.1", supervisor.listener.port), SECRET, attempt)
 
 
+def wait_until(condition, seconds: float = 20.0) -> None:
+    end = time.monotonic() + seconds
+    while not condition():
+        assert time.monotonic() < end
+        time.sleep(0.01)
+
+
 def test_host_that_loses_its_leader_accepts_no_snapshot_of_that_attempt(supervisor):
     leave = threading.Event()
 
@@ -59,6 +67,7 @@ def test_host_that_loses_its_leader_accepts_no_snapshot_of_that_attempt(supervis
     lease = LeaseView(4, "t", supervisor.job, f"127.0.0.1:{leader.port}", "1")
     follower = threading.Thread(target=supervisor._follow, args=(lease,))
     follower.start()
+    wait_until(lambda: supervisor.keeper.newest_attempt == 4)  # the host has read the welcome
     client = client_of(supervisor, 4)
     client.write(FILE, b"in time")
     sink = client.create(FILE.replace("00007", "00008"))

@@ -23,8 +23,8 @@ from meshwright.observe.report.report_text import UNITS
 from meshwright.observe.report.run_plan import RunPlan
 from meshwright.observe.report.run_report import Report
 from meshwright.planner.describe import describe_plan
-from meshwright.planner.search.explain import describe_difference, optimizer_semantics
-from meshwright.planner.search.mechanism import mechanism, replicated, sharded
+from meshwright.planner.search.explanation.explain import describe_difference, optimizer_semantics
+from meshwright.planner.search.explanation.mechanism import mechanism, replicated, sharded
 from meshwright.telemetry.phases import STEP_PHASES
 from meshwright.telemetry.untrusted_records import bounded_object, finite_number, natural_number
 

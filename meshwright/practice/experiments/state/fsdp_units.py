@@ -17,8 +17,8 @@ from meshwright.parallel.parallel_model import ParallelModel
 from meshwright.parallel.parallel_spec import ParallelSpec
 from meshwright.parallel.parallelize import parallelize
 from meshwright.parallel.world import World
-from meshwright.planner.exact.comm_volume import unsharded_bytes
-from meshwright.planner.exact.state_memory import state_memory
+from meshwright.planner.cost.peak_memory import state_memory
+from meshwright.planner.cost.units.rank_units import unsharded_bytes
 from meshwright.practice.cards.card import Knobs, Observation
 from meshwright.practice.experiments.counted_training import (
     ELEMENT_BYTES,
@@ -52,7 +52,8 @@ SEVEN_BILLION = (
 def unit_bytes(config: RunConfig) -> dict[str, int]:
     """Bytes of every FSDP unit of a config once it is unsharded."""
     layout, _ = validate(config)
-    return unsharded_bytes(config, group_by_unit(parameter_shards(run_spec(config), config, layout, 0)))
+    units = group_by_unit(parameter_shards(run_spec(config), config, layout, 0))
+    return {name: unsharded_bytes(config, name, members) for name, members in units.items()}
 
 
 def lifecycle(knobs: Knobs) -> Observation:

@@ -7,7 +7,8 @@ from dataclasses import dataclass, replace
 
 from meshwright.io import format_bytes, format_count
 from meshwright.planner.cost.estimate import Estimate
-from meshwright.planner.cost.step_time import estimate_step, reduce_bytes
+from meshwright.planner.cost.step_time import estimate_step
+from meshwright.planner.cost.trace.data_parallel_plan import reduce_bytes
 from meshwright.planner.describe import (
     describe_plan,
     lost_seconds,
@@ -18,8 +19,8 @@ from meshwright.planner.describe import (
 from meshwright.planner.hardware.resolve_cluster import resolve_cluster
 from meshwright.planner.search.candidate import Candidate, candidate_job
 from meshwright.planner.search.cost_cache import CostCache
-from meshwright.planner.search.explain import Explanation, explain
-from meshwright.planner.search.ladder import Bottleneck, find_bottleneck
+from meshwright.planner.search.explanation.explain import Explanation, explain
+from meshwright.planner.search.explanation.ladder import Bottleneck, find_bottleneck
 from meshwright.planner.workload.workload_args import build_workload
 from meshwright.practice.interview.drills.quantities import Figure
 from meshwright.practice.interview.drills.scenarios import DrillScenario, Remedy, ScenarioCase

@@ -147,7 +147,7 @@ SCENARIOS = {
             "The job runs out of memory, by a little. What do you change first?",
             "memory",
             (
-                long_context("llama-1b", "a100-40:8", 16384, data_parallel(8)),
+                long_context("llama-1b", "a100-40:8", 15360, data_parallel(8)),
                 long_context("llama-1b", "h100:8", 49152, data_parallel(8)),
                 long_context("llama-1b", "a100-80:8", 49152, data_parallel(8)),
             ),

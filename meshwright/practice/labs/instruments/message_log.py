@@ -8,12 +8,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from meshwright.fake_operators import RunOperator, run_operator
 from meshwright.telemetry.comm_counter import (
     NAMESPACES,
     CountingMode,
     bytes_in,
     collective_of,
-    has_wrappers,
     message_bytes_of,
 )
 from meshwright.topology.collectives import wire_bytes
@@ -69,20 +69,15 @@ class MessageLog(CountingMode):
         events, self.events = self.events, []
         return events
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if has_wrappers(types):
-            return NotImplemented
-        if isinstance(func, OpOverload) and func.namespace in NAMESPACES:
-            return self._call(func, args, kwargs or {})
-        return func(*args, **(kwargs or {}))
-
-    def _call(self, func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def observe(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: RunOperator = run_operator) -> Any:
+        if not isinstance(func, OpOverload) or func.namespace not in NAMESPACES:
+            return run(func, args, kwargs)
         values = (*args, *kwargs.values())
         collective = collective_of(func)
         name = func.name().partition("::")[2]
         if name.startswith("recv"):
             self.events.append(MessageEvent(RECEIVE, bytes_in(args[0]), peer=args[2] if name == "recv_" else -1))
-        result = func(*args, **kwargs)
+        result = run(func, args, kwargs)
         if collective is not None:
             size = message_bytes_of(func, collective, values, result)
             peer = int(args[2]) if collective == "send" else -1

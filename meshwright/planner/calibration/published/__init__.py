@@ -1,0 +1,1 @@
+"""Runs that others published: how their records are read, and what is assumed of what they do not state."""

@@ -1,0 +1,213 @@
+"""Activation memory of the modules of one decoder block: norms, attention, scans and feed-forward; torch-free.
+
+`activations` lists the tensors that each saves, and what activation checkpointing leaves of them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from meshwright.models.architecture import Architecture
+from meshwright.models.block_kinds import BlockKind
+
+if TYPE_CHECKING:
+    from meshwright.planner.cost.terms.activations import ActivationSettings
+
+
+@dataclass(frozen=True)
+class ModuleActivations:
+    """Bytes of attention or of the feed-forward of one block for one micro-batch."""
+
+    saved: float
+    matmul_outputs: float
+    """outputs of matrix products and attention"""
+    output_gradients: float
+    """gradients of matmul outputs"""
+    backward_peak: float = 0
+    """in addition to `saved`, at the peak of backward"""
+    forward_peak: float = 0
+    """in addition to `saved`, at the peak of forward"""
+    scores: float = 0
+    attention_output: float = 0
+    """the output of attention with its logsumexp"""
+    matmul_inputs: float = 0
+    """inputs of matmuls with weights, as they are saved"""
+    pointwise: float = 0
+    """the part of `saved` that norms and activation functions compute from the rest"""
+
+
+def norm_activations(model: Architecture, settings: ActivationSettings) -> float:
+    """Bytes that one norm saves in addition to its input. An eager norm computes in float32: it saves its normalized
+    input so, and a copy of an input that has fewer bits.
+    """
+    if settings.trainer.fused_kernels:
+        return 4 * settings.residual_tokens
+    wide = max(settings.reduction_bytes, settings.residual_bytes)
+    return settings.residual_tokens * ((model.width + 1) * wide + model.width * (wide - settings.residual_bytes))
+
+
+def matmul_inputs(model: Architecture, settings: ActivationSettings, matmuls: int) -> float:
+    """Bytes that matmuls with the same input save of it."""
+    layout, tokens = settings.layout, settings.tokens
+    if layout.tensor > 1:
+        copies = 1
+        tokens = settings.residual_tokens if settings.trainer.regathers_in_backward else tokens
+    else:
+        casts = not settings.trainer.fused_kernels and settings.compute_bytes != settings.residual_bytes
+        copies = matmuls if casts else 1
+    return copies * tokens * model.width * settings.input_bytes
+
+
+def module_output(model: Architecture, settings: ActivationSettings) -> float:
+    """The output of a tensor-parallel module: the partial sum, and with a tensor axis also the reduce-scattered sum."""
+    partial = settings.tokens * model.width * settings.compute_bytes
+    if settings.layout.tensor == 1:
+        return partial
+    return partial + settings.residual_tokens * model.width * settings.compute_bytes
+
+
+def attention_activations(model: Architecture, settings: ActivationSettings) -> ModuleActivations:
+    layout, trainer, e = settings.layout, settings.trainer, settings.compute_bytes
+    tokens = settings.tokens / layout.tensor
+    ring = layout.context > 1 and settings.context_method == "ring"
+    kv_ranks = layout.context if settings.context_method == "all-to-all" else 1
+    if model.latent_attention is None:
+        queries = values = model.heads * model.head_dim
+        keys = 2 * max(model.kv_heads, min(kv_ranks * layout.tensor, model.heads)) * model.head_dim
+        latent = normed_latent = 0
+    else:
+        mla = model.latent_attention
+        queries, values = model.heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim), model.heads * mla.v_head_dim
+        normed_latent = mla.q_lora_rank + mla.kv_lora_rank
+        keys, latent = queries + values, 2 * normed_latent + mla.qk_rope_head_dim
+    copies_output = (ring and not trainer.fused_kernels) or (settings.on_cpu and model.latent_attention is not None)
+    token_layout = values if copies_output else 0
+    logsumexp = tokens * model.heads * settings.reduction_bytes if trainer.flash_attention else 0.0
+    output = tokens * values * (trainer.attention_output_bytes or e)
+    qkvo = tokens * (queries + keys) * e + output + logsumexp
+    recomputes_latent = latent > 0 and trainer.recomputes_latent_projections
+    if recomputes_latent:
+        qkvo = output + logsumexp
+    scores = 0.0
+    if not trainer.flash_attention:
+        scores = tokens * settings.sequence / layout.context * model.heads * (2 * e + 1 if trainer.dropout_masks else e)
+    projection_input = tokens * values * (trainer.attention_output_bytes or settings.input_bytes)
+    inputs = matmul_inputs(model, settings, 3) + head_norm_activations(model, settings)
+    normed = settings.tokens * normed_latent
+    shares_output = trainer.attention_output_bytes or not trainer.saves_quantized_inputs
+    quantized = 0.0 if shares_output else tokens * values  # the output of attention, once more
+    saved = inputs + qkvo + tokens * token_layout * e + settings.tokens * latent * e + scores + quantized
+    output_gradients = tokens * (queries + keys) * e + settings.tokens * model.width * e
+    materializes_scores = ring and (settings.on_cpu or settings.has_documents)
+    backward_peak = tokens * (queries + keys) * e if recomputes_latent else 0.0
+    if materializes_scores:
+        backward_peak += 4.5 * tokens * settings.sequence / layout.context * model.heads * settings.reduction_bytes
+    return ModuleActivations(
+        saved,
+        qkvo + module_output(model, settings),
+        output_gradients,
+        backward_peak,
+        scores=scores,
+        attention_output=output + logsumexp,
+        matmul_inputs=matmul_inputs(model, settings, 3) + normed * settings.input_bytes + projection_input,
+        pointwise=matmul_inputs(model, settings, 3) + normed * e,
+    )
+
+
+def scan_activations(model: Architecture, settings: ActivationSettings, kind: BlockKind) -> ModuleActivations:
+    """A state-space or linear-attention layer saves the outputs of its first projection, before and after the causal
+    convolution, the output of the scan before and after its gate, and a float32 state per chunk.
+    """
+    sizes = model.linear_attention if kind.mixer == "linear" else model.state_space
+    if sizes is None:
+        return ModuleActivations(0.0, 0.0, 0.0)
+    tokens, e = settings.tokens / settings.layout.tensor, settings.compute_bytes
+    output = tokens * sizes.output_width * e
+    projected = tokens * sizes.input_width * e
+    states = tokens * sizes.chunk_states * settings.reduction_bytes
+    saved = matmul_inputs(model, settings, 1) + projected + tokens * sizes.conv_width * e + 2 * output + states
+    gradients = projected + settings.tokens * model.width * e
+    return ModuleActivations(saved, projected + output + module_output(model, settings), gradients)
+
+
+def head_norm_activations(model: Architecture, settings: ActivationSettings) -> float:
+    """Bytes that the norms of queries and keys save: the input, the normalizer, and unfused the normalized input."""
+    if not model.qk_norm:
+        return 0.0
+    wide, heads = settings.reduction_bytes, model.heads + model.kv_heads
+    element = settings.compute_bytes + (0 if settings.trainer.fused_kernels else wide)
+    return settings.tokens / settings.layout.tensor * heads * (model.head_dim * element + wide)
+
+
+def inner_copies(model: Architecture, settings: ActivationSettings, quantized: bool) -> tuple[float, float]:
+    """The saved elements of a feed-forward per element of its inner width, in units of the compute precision: all of
+    them, and those that the activation function computes. `quantized` if the last matmul saves its input in 8 bits.
+    """
+    trainer, e = settings.trainer, settings.compute_bytes
+    inputs = (model.ffn_matrices - 1) * (trainer.activation_input_bytes or e) / e
+    product = settings.input_bytes / e if quantized else 1.0
+    if not model.gated:
+        return inputs + product, product
+    outputs = (0.0 if trainer.recomputes_gated_product else product) + (0 if trainer.fused_kernels else 1)
+    return inputs + outputs, outputs
+
+
+def ffn_activations(model: Architecture, settings: ActivationSettings, moe: bool) -> ModuleActivations:
+    layout, e = settings.layout, settings.compute_bytes
+    up_matmuls = model.ffn_matrices - 1
+    # The gradients of gate and up, and the product that their kernel writes again.
+    gradient_copies = 3 if settings.trainer.recomputes_gated_product and model.gated else 2
+    if not moe:
+        inner = settings.tokens * model.ffn * e / layout.tensor
+        copies, recomputable = inner_copies(model, settings, quantized=True)
+        inputs = matmul_inputs(model, settings, up_matmuls)
+        return ModuleActivations(
+            inputs + copies * inner,
+            up_matmuls * inner + module_output(model, settings),
+            up_matmuls * inner + settings.tokens * model.width * e,
+            gradient_copies * inner,
+            matmul_inputs=inputs + inner * settings.input_bytes / e,
+            pointwise=inputs + recomputable * inner,
+        )
+    routed = settings.residual_tokens * model.experts_active * settings.expert_imbalance
+    shared_ffn = model.experts_shared * model.expert_ffn
+    if not settings.trainer.sequence_parallel and layout.tensor > 1:
+        routed = routed / layout.tensor
+    inner, hidden = routed * model.expert_ffn * e, routed * model.width * e
+    token_copies, own_copies = (3 if layout.expert > 1 else 2) * hidden, settings.trainer.saved_token_copies
+    if own_copies:  # 8-bit inputs of both matmuls of an expert
+        token_copies = own_copies * hidden * settings.input_bytes / e
+    copies, recomputable = inner_copies(model, settings, quantized=own_copies > 0)
+    input_share = settings.input_bytes / e if own_copies else 1.0
+    experts = routed * (16 + settings.reduction_bytes) + copies * inner + token_copies
+    router_input = settings.residual_tokens * model.width * settings.residual_bytes
+    router = router_input + settings.residual_tokens * 2 * model.experts * settings.reduction_bytes
+    shared = settings.tokens * shared_ffn * e / layout.tensor
+    own_input = shared_ffn and (layout.tensor > 1 or settings.compute_bytes != settings.residual_bytes)
+    shared_input = matmul_inputs(model, settings, 2) if own_input else 0.0
+    matmul_outputs = 2 * inner + routed * model.width * e
+    if shared_ffn:
+        matmul_outputs += 2 * shared + module_output(model, settings)
+    # Backward runs shared experts first, and frees their activations before it runs the routed ones.
+    return ModuleActivations(
+        experts + router + copies * shared + shared_input,
+        matmul_outputs,
+        2 * inner + 2 * hidden + 2 * shared,
+        max(gradient_copies * shared, gradient_copies * inner - (token_copies if own_copies else 3 * hidden)),
+        2 * hidden,
+        matmul_inputs=(hidden + inner + shared) * input_share + router_input + shared_input,
+        pointwise=recomputable * (inner + shared) + router_input + shared_input,
+    )
+
+
+def autocast_weights(model: Architecture, settings: ActivationSettings, kind: BlockKind) -> float:
+    """Bytes of the copies that autocast makes of one block's weights."""
+    if not settings.autocast:
+        return 0
+    layout, e, mixer = settings.layout, settings.compute_bytes, model.mixer_parameters(kind)
+    if kind.ffn != "moe":
+        return (mixer + (model.ffn_parameters if kind.ffn == "dense" else 0)) / layout.tensor * e
+    experts = model.experts * model.expert_parameters / layout.expert
+    shared = model.experts_shared * model.expert_parameters
+    return ((mixer + shared) / layout.tensor + experts) * e

@@ -1,0 +1,54 @@
+"""Time of the optimizer update: elementwise on the device or on the host, and the matrix iterations of Muon."""
+
+from __future__ import annotations
+
+from meshwright.models.registry import run_spec
+from meshwright.planner.cost.terms.kernel_time import kernel_rate, matmul_time
+from meshwright.planner.cost.terms.offload_time import offload_seconds
+from meshwright.planner.hardware.links import collective_seconds, group_placement
+from meshwright.planner.workload.planned_job import PlannedJob
+from meshwright.planner.workload.traced_model import TracedModel
+from meshwright.topology.optimizer_state import OUTSIDE_BLOCKS, update_rule
+
+
+def optimizer_time(job: PlannedJob, parameters: float) -> float:
+    """Seconds of the update of this many local parameters. It reads gradient, parameter and optimizer state, and writes
+    parameter and state. Before it, the gradient norm reads gradients, and clipping reads and writes them.
+    """
+    rate = kernel_rate(job.cluster.device, "bf16", job.trainer)
+    trainer = job.trainer
+    moved_bytes = 2 * (job.optimizer_bytes + trainer.parameter_bytes)
+    moved_bytes = moved_bytes + trainer.compute_copy_bytes + 4 * trainer.gradient_bytes
+    if trainer.master_bytes:  # one kernel clips, updates the master weights and writes the weights
+        moved_bytes = 2 * job.optimizer_bytes + trainer.parameter_bytes + 2 * trainer.gradient_bytes
+    elementwise = moved_bytes * parameters / rate.bandwidth
+    if trainer.offloads_optimizer:
+        host_link = job.cluster.device.host_bandwidth
+        elementwise = offload_seconds(parameters, trainer.gradient_bytes, trainer.parameter_bytes, host_link)
+    return elementwise + muon_time(job)
+
+
+def muon_time(job: PlannedJob) -> float:
+    """Seconds of Muon beyond an elementwise update: a rank's share of the Newton-Schulz iterations in float32, three
+    products each, and the exchange of its shards with the owners of the matrices.
+    """
+    config, layout = job.run_config, job.layout
+    if config is None or config.optimizer.kind != "muon":
+        return 0.0
+    rate = kernel_rate(job.cluster.device, "fp32", job.trainer)
+    spec = job.model.spec if isinstance(job.model, TracedModel) else run_spec(config)
+    seconds, elements = 0.0, 0
+    for parameter in spec.parameters:
+        in_block = parameter.unit not in OUTSIDE_BLOCKS
+        if update_rule(config.optimizer, parameter.name, parameter.shape, in_block) == "muon" and parameter.trainable:
+            short, long = sorted(parameter.shape[-2:])
+            products = ((short, short, long), (short, short, short), (short, long, short))
+            matrices = parameter.local_numel() // (short * long)
+            seconds += matrices * sum(matmul_time(rate, *product) for product in products)
+            elements += parameter.local_numel()
+    ranks = layout.ranks // layout.pipeline
+    seconds *= config.optimizer.newton_schulz_steps / layout.ranks
+    shards = layout.tensor * (layout.shard * layout.context if job.sharding != "none" else 1)
+    exchanged = 4.0 * elements / layout.pipeline * (1 / shards + (1 / ranks if shards > 1 else 0.0))
+    placement = group_placement(job.cluster.devices_per_node, ranks, 1)
+    return seconds + (collective_seconds(job.cluster, "all_to_all", exchanged, placement) if ranks > 1 else 0.0)

@@ -1,0 +1,1 @@
+"""What one pipeline rank has of the model: its stages, parameters and FSDP units."""

@@ -1,1 +1,0 @@
-"""Bytes communicated and resident on each rank of a Meshwright run, exact to the byte."""

@@ -1,0 +1,212 @@
+"""Lower bounds of memory, by which the search skips candidates without estimating them.
+
+A rank holds its parameters, gradients and optimizer state, and the activations of the micro-batches that are in flight.
+tests/planner/test_search.py compares the bounds with estimates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterator
+from operator import mul
+from typing import NamedTuple
+
+from meshwright.planner.cost.peak_memory import activation_settings
+from meshwright.planner.cost.terms.activations import block_activations, hidden_state_bytes
+from meshwright.planner.cost.trace.schedule_passes import LOOKAHEAD_STAGES
+from meshwright.planner.cost.units.data_sharding import data_sharding
+from meshwright.planner.cost.units.stage_parameters import (
+    StageLayers,
+    StageParameters,
+    stage_parameters,
+    stages_by_rank,
+)
+from meshwright.planner.search.candidate import Candidate
+from meshwright.planner.search.time_bounds import model_kinds
+from meshwright.planner.workload.optimizer_bytes import optimizer_bytes, trainable_fraction
+from meshwright.planner.workload.planned_job import PlannedJob
+from meshwright.planner.workload.trainer_profile import TrainerProfile
+from meshwright.planner.workload.workload import Workload
+from meshwright.topology.schedules import SCHEDULES
+
+LAYER_KINDS = ("dense_layers", "moe_layers")
+
+
+class RankState(NamedTuple):
+    """A pipeline rank in memory."""
+
+    rank: int
+    parameters: float
+    """elements, without experts that are divided over ranks"""
+    experts: float
+    stage_layers: tuple[int, ...]
+    """layers of each of its stages"""
+    neighbours: int
+    """stages before and after its stages"""
+
+
+class RankPeaks(NamedTuple):
+    """The memory of a rank, without the bytes that a layer saves."""
+
+    kept: float
+    """bytes of parameters and optimizer state"""
+    neighbours: int
+    peaks: tuple[tuple[float, int], ...]
+    """bytes of gradients, and layers times micro-batches in flight, that exist at the same time"""
+
+
+class MemoryBounds:
+    """Lower bounds of the memory of the candidates of a workload. Equal parts are computed once."""
+
+    def __init__(self, work: Workload) -> None:
+        self.work = work
+        self._states: dict[Hashable, tuple[RankState, ...]] = {}
+        self._peaks: dict[Hashable, tuple[RankPeaks, ...]] = {}
+        self._activations: dict[Hashable, tuple[float, float]] = {}
+        self._optimizer_bytes: dict[int, tuple[float, float]] = {}
+
+    def memory(self, candidate: Candidate, job: PlannedJob) -> float:
+        """A lower bound of the memory of the rank that needs most, with what the device needs besides tensors."""
+        trainer, (saved, received) = job.trainer, self.activation_bytes(candidate, job)
+        on_cpu, accumulation = job.cluster.device.is_cpu, job.batch.accumulation
+        saved *= 1 + (0.0 if on_cpu else trainer.allocator_slack)
+        most = max(
+            kept + neighbours * accumulation * received + max(gradients + saved * layers for gradients, layers in peaks)
+            for kept, neighbours, peaks in self.rank_peaks(candidate, job)
+        )
+        return most + (0.0 if on_cpu else trainer.device_context_bytes)
+
+    def rank_peaks(self, candidate: Candidate, job: PlannedJob) -> tuple[RankPeaks, ...]:
+        key = (
+            *(candidate.layout, candidate.sharding, candidate.schedule, candidate.stages_per_rank, candidate.micro),
+            *(candidate.offload, id(job.trainer)),
+        )
+        if key not in self._peaks:
+            self._peaks[key] = tuple(self.peaks_of(candidate, job, state) for state in self.states(candidate, job))
+        return self._peaks[key]
+
+    def peaks_of(self, candidate: Candidate, job: PlannedJob, state: RankState) -> RankPeaks:
+        kept, gradients = self.state_bytes(candidate, job, state)
+        passes = passes_in_flight(candidate, job.batch.accumulation, state.rank)
+        in_flight = sum(map(mul, passes, state.stage_layers))
+        if accumulates_when_full(candidate, job.batch.accumulation, sum(passes)):
+            return RankPeaks(kept, state.neighbours, ((gradients, in_flight),))
+        # When the gradients of the last stage are complete, what the other stages saved is in use.
+        last = state.stage_layers[-1]
+        partly = gradients * last / max(1, sum(state.stage_layers)), in_flight - passes[-1] * last
+        return RankPeaks(kept, state.neighbours, ((gradients, 0), (0.0, in_flight), partly))
+
+    def states(self, candidate: Candidate, job: PlannedJob) -> tuple[RankState, ...]:
+        """The first pipeline rank of each kind, and the one with the most parameters."""
+        layout = candidate.layout
+        apart = data_sharding(job).experts_apart
+        key = layout.pipeline, candidate.schedule, candidate.stages_per_rank, layout.tensor, layout.expert, apart
+        if key not in self._states:
+            self._states[key] = tuple(rank_states(job))
+        return self._states[key]
+
+    def activation_bytes(self, candidate: Candidate, job: PlannedJob) -> tuple[float, float]:
+        """Bytes that the smallest block saves for one micro-batch, and of a buffer that receives its input."""
+        layout = candidate.layout
+        key = (
+            *(layout.tensor, layout.context, layout.expert, candidate.context_method, candidate.micro),
+            *(candidate.activation_checkpoint, data_sharding(job).fsdp, layout.pipeline > 1, id(job.trainer)),
+        )
+        if key not in self._activations:
+            settings = activation_settings(job)
+            saved = min(block_activations(job.model, settings, moe).saved for moe in model_kinds(job))
+            receives = job.trainer.torch_native and layout.pipeline > 1
+            self._activations[key] = saved, hidden_state_bytes(job.model, settings) if receives else 0.0
+        return self._activations[key]
+
+    def state_bytes(self, candidate: Candidate, job: PlannedJob, state: RankState) -> tuple[float, float]:
+        """A lower bound of a rank's parameters and optimizer state, and of its gradients: shards divide evenly.
+
+        FSDP2 accumulates the gradients of a pipeline's micro-batches unsharded, at least those of one stage, and those
+        of a single micro-batch are sharded as soon as they are reduced.
+        """
+        trainer, sharding, groups = job.trainer, candidate.sharding, data_sharding(job)
+        optimizer, trainable = self.optimizer_bytes(trainer)
+        compute = 4.0 if job.precision in ("fp32", "fp64") else 2.0
+        pipelined, native = candidate.layout.pipeline > 1, trainer.torch_native
+        # In a single round stages are complete one after the other.
+        one_round = job.batch.accumulation < 2 * candidate.layout.pipeline
+        stages = candidate.stages_per_rank if one_round or candidate.stages_per_rank > LOOKAHEAD_STAGES else 1
+        kept = gradients = 0.0
+        for elements, ranks in ((state.parameters, groups.dense.shards), (state.experts, groups.experts.shards)):
+            ranks = ranks if sharding != "none" else 1
+            parameters = trainer.parameter_bytes / (ranks if sharding == "parameters" else 1)
+            if native and sharding in ("optimizer", "gradients"):  # shards, and a copy of them in the compute dtype
+                parameters = min(parameters, trainer.parameter_bytes / ranks + compute / stages)
+            divided = ranks if sharding in ("gradients", "parameters") or (native and sharding == "optimizer") else 1
+            accumulates = sharding == "optimizer" or (sharding == "parameters" and pipelined)
+            if native and accumulates and job.batch.accumulation > 1:
+                divided = min(divided, candidate.stages_per_rank) if pipelined and one_round else 1
+            kept += elements * (parameters + (0.0 if candidate.offload else optimizer / ranks))
+            gradients += elements * trainer.gradient_bytes * trainable / divided
+        return kept, gradients
+
+    def optimizer_bytes(self, trainer: TrainerProfile) -> tuple[float, float]:
+        """Bytes of optimizer state per parameter, and the fraction of the parameters that are trained."""
+        if id(trainer) not in self._optimizer_bytes:
+            config, model = self.work.base_config, self.work.model
+            self._optimizer_bytes[id(trainer)] = (
+                optimizer_bytes(trainer, config, model),
+                trainable_fraction(config, model),
+            )
+        return self._optimizer_bytes[id(trainer)]
+
+
+def rank_states(job: PlannedJob) -> Iterator[RankState]:
+    layout, apart = job.layout, data_sharding(job).experts_apart
+
+    def sizes(layers: StageLayers) -> StageParameters:
+        return stage_parameters(job.model, layers, layout.tensor, layout.expert, layout.pipeline == 1, apart)
+
+    dense, moe = (sizes(StageLayers(int(not moe), int(moe), False, False)) for moe in (False, True))
+    seen: set[tuple[StageLayers, ...]] = set()
+    for rank, stages in enumerate(stages_by_rank(job)):
+        if stages in seen:
+            continue
+        seen.add(stages)
+        ends = [sizes(stage) for stage in stages if stage.is_first or stage.is_last]
+        dense_layers, moe_layers = (sum(getattr(stage, name) for stage in stages) for name in LAYER_KINDS)
+        yield RankState(
+            rank,
+            dense_layers * dense.block
+            + (moe_layers * moe.block if moe_layers else 0.0)
+            + sum(end.embedding + end.head for end in ends),
+            moe_layers * moe.block_experts if moe_layers else 0.0,
+            tuple(stage.layers for stage in stages),
+            sum((not stage.is_first) + (not stage.is_last) for stage in stages),
+        )
+
+
+def passes_in_flight(candidate: Candidate, micro_batches: int, rank: int) -> tuple[int, ...]:
+    """Forward passes of each stage of a rank that run before its first backward pass has ended; see
+    `schedule_orders`.
+    """
+    ranks, stages = candidate.layout.pipeline, candidate.stages_per_rank
+    if ranks == 1:
+        return (1,)
+    schedule, later = SCHEDULES[candidate.schedule], ranks - 1 - rank
+    if schedule.all_forward_first:
+        return (micro_batches,)
+    if schedule.v_shaped:
+        return min(micro_batches, 2 * later + 1 + rank), min(micro_batches, rank + 1)
+    round_size = micro_batches // max(1, micro_batches // ranks)
+    warmup = later if schedule.single_stage or schedule.splits_backward else 2 * later
+    passes = min(micro_batches * stages, (stages - 1) * round_size + warmup + 1)
+    rounds, rest = divmod(passes, round_size * stages)
+    return tuple(rounds * round_size + min(round_size, max(0, rest - stage * round_size)) for stage in range(stages))
+
+
+def accumulates_when_full(candidate: Candidate, micro_batches: int, passes: int) -> bool:
+    """Whether all gradients of a rank exist while as many forward passes are in flight: backward passes of all of its
+    stages have run before its last forward pass.
+    """
+    ranks, stages, schedule = candidate.layout.pipeline, candidate.stages_per_rank, SCHEDULES[candidate.schedule]
+    if ranks == 1:
+        return micro_batches > 1
+    round_size = micro_batches // max(1, micro_batches // ranks)
+    backward = (stages - 1) * round_size + 1 + ranks * (schedule.splits_backward + schedule.v_shaped)
+    return micro_batches * stages - passes > backward

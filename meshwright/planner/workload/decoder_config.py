@@ -1,0 +1,60 @@
+"""Reads the keys that most Hugging Face model families share; torch-free."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from meshwright.config.reader import format_value
+from meshwright.errors import ConfigError
+from meshwright.models.architecture import Architecture
+from meshwright.models.config_fields import REQUIRED, ConfigFields, Experts, Heads, Layers, Vocabulary, Width
+
+
+def decoder(fields: ConfigFields) -> Architecture:
+    """Reads what most families share: RMSNorm, gated feed-forward, grouped-query attention, rotary positions."""
+    width = fields.number(Width, "hidden_size")
+    heads = fields.number(Heads, "num_attention_heads")
+    head_dim = fields.number(Width, "head_dim", default=width // heads)
+    if not head_dim or (fields.tree.get("head_dim") is None and width % heads):
+        raise ConfigError(
+            f"{fields.file}: num_attention_heads = {heads} does not divide hidden_size = {width}",
+            "expected a divisor, or head_dim",
+        )
+    return Architecture(
+        fields.text("model_type", REQUIRED),
+        fields.number(Layers, "num_hidden_layers"),
+        width,
+        heads,
+        fields.number(Heads, "num_key_value_heads", default=heads),
+        head_dim,
+        fields.number(Width, "intermediate_size"),
+        fields.number(Vocabulary, "vocab_size"),
+        tied_embeddings=fields.flag("tie_word_embeddings", False),
+    )
+
+
+def with_biases(model: Architecture, attention: bool, ffn: bool = False) -> Architecture:
+    return replace(model, qkv_bias=attention, out_bias=attention, ffn_bias=ffn)
+
+
+def with_qwen_experts(model: Architecture, fields: ConfigFields) -> Architecture:
+    require_moe_in_every_layer(fields, "decoder_sparse_step")
+    dense = fields.tree.get("mlp_only_layers") or []
+    if not isinstance(dense, list) or dense != list(range(len(dense))):
+        raise ConfigError(
+            f"{fields.file}: mlp_only_layers = {format_value(dense)} is not supported",
+            "expected the first layers, from 0 on",
+        )
+    return replace(
+        model,
+        experts=fields.number(Experts, "num_experts", "num_local_experts"),
+        experts_active=fields.number(Experts, "num_experts_per_tok"),
+        expert_ffn=fields.number(Width, "moe_intermediate_size"),
+        dense_layers=len(dense),
+    )
+
+
+def require_moe_in_every_layer(fields: ConfigFields, key: str) -> None:
+    """Raises ConfigError unless every layer after the leading dense ones has experts."""
+    if (step := fields.number(Layers, key, default=1)) != 1:
+        raise ConfigError(f"{fields.file}: {key} = {step} alternates dense and MoE layers", "expected 1")

@@ -1,0 +1,90 @@
+"""Costs of a device: power limits, recipes of 8-bit matmuls, and optimizer state in host memory."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+from planned_cases import cost_cache
+from small_run import load_cpu_config
+
+from meshwright.planner.calibration.estimator import estimate
+from meshwright.planner.cost.terms.float8_recipe import FLOAT8_RECIPES
+from meshwright.planner.cost.terms.offload_time import offload_seconds
+from meshwright.planner.hardware.cluster import NODE_TYPES, preset_cluster
+from meshwright.planner.hardware.power import power_limited_fraction
+from meshwright.planner.search.candidate import Candidate, candidate_job, exact_job
+from meshwright.planner.workload.planned_job import PlannedJob
+from meshwright.topology.layout import Layout
+
+
+def llama_job(*options: str, device: str = "h100") -> PlannedJob:
+    config = load_cpu_config(None, ("--preset=llama-8b", "--layout.replicate=8", "--layout.shard=parameters", *options))
+    return PlannedJob.from_config(config, preset_cluster(device, 8))
+
+
+def test_sustained_rates_of_an_h200_are_those_measured_under_its_power_limit() -> None:
+    device = NODE_TYPES["h200"].device
+    assert device.peak_flops["bf16"] * device.sustained_fraction["bf16"] == pytest.approx(671e12, rel=0.03)
+    assert device.peak_flops["fp8"] * device.sustained_fraction["fp8"] == pytest.approx(1314e12, rel=0.03)
+
+
+def test_a_power_limit_lowers_the_rate_less_than_the_power() -> None:
+    assert power_limited_fraction(0.66, 500, 700) == pytest.approx(0.52, rel=0.01)
+    assert power_limited_fraction(0.66, 900, 700) == 0.66
+    assert power_limited_fraction(0.66, 500, 0) == 0.66
+    limited = NODE_TYPES["h100"].device.with_power_limit(500)
+    assert limited.power == 500
+    assert limited.sustained_fraction["fp8"] < NODE_TYPES["h100"].device.sustained_fraction["fp8"]
+
+
+def test_every_known_gpu_has_a_power_and_a_host_link() -> None:
+    assert all(node.device.power > 0 and node.device.host_bandwidth > 0 for node in NODE_TYPES.values())
+
+
+def test_rowwise_casts_cost_more_than_tensorwise_ones() -> None:
+    job = replace(llama_job(), precision="fp8")
+    seconds = {
+        recipe: estimate(replace(job, trainer=replace(job.trainer, float8_recipe=recipe))).seconds  # type: ignore[arg-type]
+        for recipe in FLOAT8_RECIPES
+    }
+    assert seconds["tensorwise"] == seconds["mxfp8"] < min(seconds["blockwise"], seconds["rowwise"])
+
+
+def test_offloaded_update_takes_the_transfers_and_the_host_update() -> None:
+    assert offload_seconds(1e9, 4, 4, 50e9) == pytest.approx((8 + 28) / 50)
+    on_device, offloaded = estimate(llama_job()), estimate(llama_job("--optimizer.cpu_offload=true"))
+    assert offloaded.peak_memory.optimizer == 0 < on_device.peak_memory.optimizer
+    assert offloaded.phases["update"] > 5 * on_device.phases["update"]
+
+
+def test_offload_is_counted_for_a_candidate_of_the_search() -> None:
+    """A candidate has no run configuration, so that offloading is a property of its trainer."""
+    sizes = ("--model.ffn=11008", "--model.vocab=32000", "--model.kv_heads=32")
+    cache = cost_cache("llama-8b", "a100-40:2", *sizes, "--optimizer.cpu_offload=true")
+    candidate = Candidate(Layout(1, 1, 2, 1, 1, 1), 1, "parameters", "full", offload=True)
+    job, exact = (build(cache.work, cache.cluster, candidate) for build in (candidate_job, exact_job))
+    assert job.run_config is None
+    assert estimate(job).peak_memory.optimizer == estimate(exact).peak_memory.optimizer == 0
+    assert estimate(job).fits
+
+
+def test_selective_policies_trade_memory_for_time() -> None:
+    job = llama_job("--activation_checkpoint.mode=selective", "--batch.global=64", "--batch.micro=4")
+    estimates = {
+        policy: estimate(replace(job, trainer=replace(job.trainer, selective_policy=policy)))  # type: ignore[arg-type]
+        for policy in ("alternate_matmuls", "matmuls", "all_but_pointwise")
+    }
+    memory = {policy: one.peak_memory.activations for policy, one in estimates.items()}
+    full = estimate(replace(job, activation_checkpoint="none")).peak_memory.activations
+    assert memory["alternate_matmuls"] < memory["matmuls"] < memory["all_but_pointwise"] < full
+    assert estimates["all_but_pointwise"].phases["recompute"] < estimates["alternate_matmuls"].phases["recompute"]
+
+
+def test_prefetching_more_units_takes_more_memory() -> None:
+    job = llama_job("--batch.global=64", "--batch.micro=4")
+    one, three = (
+        estimate(replace(job, trainer=replace(job.trainer, prefetched_units=units))).peak_memory.tensors
+        for units in (1, 3)
+    )
+    assert three > one

@@ -1,0 +1,83 @@
+"""Links: shares of network adapters, in-switch all-reduces, and the nodes of known GPUs."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from meshwright.config import Batch
+from meshwright.models.architecture import Architecture
+from meshwright.planner.cost.units.group_placements import group_placements
+from meshwright.planner.hardware.adapters import (
+    group_bandwidth,
+    groups_at_once,
+    sender_bandwidth,
+    senders_at_once,
+)
+from meshwright.planner.hardware.cluster import GB, NODE_TYPES, preset_cluster
+from meshwright.planner.hardware.links import GroupPlacement, collective_seconds
+from meshwright.planner.workload.planned_job import PlannedJob
+from meshwright.planner.workload.trainer_profiles import MEGATRON_2024
+from meshwright.topology.layout import Layout
+
+MIB = 1 << 20
+H200_ALL_REDUCE = {1: 39.93, 4: 107.16, 16: 219.89, 64: 346.51, 256: 436.15, 1024: 463.58, 16384: 482.26}
+"""Measured bus bandwidth in GB/s by message size in MiB, eight H200s (stas00/ml-engineering, CC-BY-SA)."""
+
+
+def megatron_job(layout: Layout) -> PlannedJob:
+    model = Architecture("small", 8, 1024, 8, 8, 128, 4096, 32000)
+    cluster, batch = preset_cluster("h100", layout.ranks), Batch(64, 1, layout.data_degree, 64 // layout.data_degree)
+    return PlannedJob(model, cluster, layout, batch, 2048, trainer=MEGATRON_2024)
+
+
+def bus_bandwidth(collective: str, message_bytes: float, ranks: int) -> float:
+    seconds = collective_seconds(preset_cluster("h200", 8), collective, message_bytes, GroupPlacement(ranks, ranks))
+    return (2 if collective == "all_reduce" else 1) * (ranks - 1) / ranks * message_bytes / seconds / GB
+
+
+def test_groups_of_a_node_share_its_adapters() -> None:
+    assert [groups_at_once(8, ranks) for ranks in (1, 2, 4, 8)] == [8, 4, 2, 1]
+    assert group_bandwidth(400.0, 8, 2) == 100.0
+    assert sum(group_bandwidth(400.0, 8, 2) for _ in range(groups_at_once(8, 2))) == 400.0
+
+
+def test_ranks_of_a_stage_that_fill_a_node_all_send_at_once() -> None:
+    """Tensor degree 4 on nodes of 8: with data parallelism two pipelines share the adapters."""
+    assert senders_at_once(8, 4 * 2) == 8
+    assert senders_at_once(8, 4 * 16) == 8
+    assert senders_at_once(8, 4) == 4
+    assert group_placements(megatron_job(Layout(4, 1, 2, 1, 4, 1)))["pipeline"] == GroupPlacement(2, 1, 8)
+    assert group_placements(megatron_job(Layout(4, 1, 1, 1, 4, 1)))["pipeline"] == GroupPlacement(2, 1, 4)
+
+
+def test_a_sender_drives_at_most_one_adapter() -> None:
+    assert sender_bandwidth(400.0, 8, 8) == 50.0
+    assert sender_bandwidth(400.0, 8, 4) == 50.0
+    assert sender_bandwidth(400.0, 4, 4) == 100.0
+    few = replace(preset_cluster("h100", 16), adapters_per_node=4)
+    alone, shared = (collective_seconds(few, "send", 1e9, GroupPlacement(2, 1, senders)) for senders in (4, 8))
+    assert shared == pytest.approx(2 * alone, rel=0.01)
+
+
+@pytest.mark.parametrize("mib", H200_ALL_REDUCE)
+def test_all_reduce_in_the_switch_agrees_with_the_measured_curve(mib: int) -> None:
+    """Messages under 16 MiB are bound by latencies that the model overestimates."""
+    assert bus_bandwidth("all_reduce", mib * MIB, 8) == pytest.approx(
+        H200_ALL_REDUCE[mib], rel=0.1 if mib >= 16 else 0.4
+    )
+
+
+def test_in_switch_reduction_speeds_up_the_all_reduce_only() -> None:
+    """Measured on eight H200s at 16 GiB: all-reduce 480 GB/s, all-gather 361, reduce-scatter 363."""
+    assert bus_bandwidth("all_reduce", 1 << 34, 8) == pytest.approx(480, rel=0.01)
+    assert bus_bandwidth("all_gather", 1 << 34, 8) == pytest.approx(361, rel=0.01)
+    assert bus_bandwidth("reduce_scatter", 1 << 34, 8) == pytest.approx(363, rel=0.01)
+    assert bus_bandwidth("all_reduce", 1 << 34, 2) == pytest.approx(361, rel=0.01)
+
+
+def test_export_boards_have_slower_links_than_their_originals() -> None:
+    for export, original in (("h800", "h100"), ("a800", "a100-80")):
+        assert NODE_TYPES[export].intra_node.bandwidth == 200 * GB < NODE_TYPES[original].intra_node.bandwidth
+        assert NODE_TYPES[export].device.peak_flops == NODE_TYPES[original].device.peak_flops
