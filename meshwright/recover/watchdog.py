@@ -260,6 +260,9 @@ WAITING_FRAME = re.compile(
 before the first step from the frames of torch or of `PendingTransfer.wait`.
 """
 
+COUNTER_FRAME = re.compile(r"meshwright/(telemetry/|fake_operators\.py|trainer/records/step_counters\.py)")
+"""A frame of the counters, which run torch's operators on a counted step."""
+
 
 def in_collective(stack: str) -> bool:
     """Whether the innermost frame of the main thread is that of a wait for a collective, or the innermost frames are
@@ -271,7 +274,7 @@ def in_collective(stack: str) -> bool:
     if frames and WAITING_FRAME.search(frames[0]):
         return True
     # On a counted step the counters' frames stand between torch and torch.distributed.
-    frames = [line for line in frames if "meshwright/telemetry/" not in line]
+    frames = [line for line in frames if not COUNTER_FRAME.search(line)]
     # torch's pipeline schedules call backward: autograd computes there, it does not wait.
     innermost = takewhile(lambda frame: "torch/" in frame and "torch/autograd/" not in frame, frames)
     return any("torch/distributed/" in frame for frame in islice(innermost, 24))

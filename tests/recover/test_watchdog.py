@@ -126,6 +126,17 @@ STACKS = {
             "torch/distributed/fsdp/_fully_shard/_fsdp_collectives wait",
         ],
     ),
+    "all-gather that is counted": (
+        True,
+        [
+            "torch/_ops __call__",
+            "meshwright/fake_operators run_operator",
+            "meshwright/telemetry/comm_counter observe",
+            "meshwright/trainer/records/step_counters observe",
+            "torch/_library/autograd autograd_impl",
+            "torch/distributed/_functional_collectives wait_tensor",
+        ],
+    ),
     "all-to-all of expert dispatch": (
         True,
         ["torch/distributed/distributed_c10d all_to_all_single", "meshwright/parallel/expert_parallel forward"],
