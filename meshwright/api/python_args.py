@@ -11,7 +11,6 @@ from pathlib import Path
 from meshwright.config import RunConfig, config_from_dict, config_to_dict
 from meshwright.errors import ConfigError, MeshwrightError, with_python_hint
 from meshwright.recover.failures import RanksFailed
-from meshwright.store.mirror import resolve_run
 from meshwright.store.object_url import is_url
 
 
@@ -35,6 +34,8 @@ def errors_for_python() -> Iterator[None]:
 
 def given_run(run: str | Path, name: str) -> Path:
     """Returns the folder of a run that is read: a path, or the mirror of a URL with the records that its store has."""
+    from meshwright.store.mirror import resolve_run  # imports numpy, which a plan does not need
+
     return resolve_run(run if is_url(run) else given_path(run, name))
 
 

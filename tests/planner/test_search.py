@@ -43,7 +43,7 @@ def all_candidates(cache: CostCache):
         for sharding, layouts in sharded_layouts(work, degrees, space):
             sizes = divisors(work.global_batch // degrees.data)
             for layout, micro, mode in product(layouts, sizes, space.checkpoint_modes):
-                for schedule, stages in pipeline_schedules(work, degrees):
+                for schedule, stages in pipeline_schedules(work, degrees.pipeline):
                     if fills_schedule(schedule, degrees.pipeline, work.global_batch // degrees.data // micro):
                         yield Candidate(layout, micro, sharding, mode, schedule, stages, degrees.context_method)
 
@@ -229,6 +229,7 @@ def test_lower_bounds_are_at_most_the_estimates(model, cluster, trainer):
     for candidate in Random(7).sample(candidates, 60):
         estimated = cache.estimate(candidate)
         assert cache.least_seconds(candidate) <= (1 + 1e-9) * estimated.seconds
+        assert cache.least_unscheduled_seconds(candidate) <= (1 + 1e-9) * cache.least_seconds(candidate)
         assert cache.least_memory(candidate) <= (1 + 1e-9) * estimated.peak_memory.total
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Hashable
-from dataclasses import dataclass, replace
-from typing import Any
+from collections.abc import Callable, Hashable
+from dataclasses import replace
+from typing import Any, NamedTuple
 
 from meshwright.config import Batch, LayoutConfig, PipelineConfig, RunConfig
 from meshwright.config.device_defaults import with_device_defaults
 from meshwright.errors import ConfigError
 from meshwright.models.registry import validate_family
+from meshwright.planner.cost.units.data_sharding import DataSharding, layout_sharding
 from meshwright.planner.hardware.cluster import Cluster
 from meshwright.planner.workload.own_trainer import own_trainer
 from meshwright.planner.workload.planned_job import PlannedJob, matmul_precision
@@ -23,8 +24,7 @@ from meshwright.topology.parameter_shards import uses_ddp, uses_fsdp
 from meshwright.topology.unsupported import validate
 
 
-@dataclass(frozen=True)
-class Candidate:
+class Candidate(NamedTuple):
     """One combination of layout, micro-batch size, sharding, activation checkpointing and pipeline schedule."""
 
     layout: Layout
@@ -119,6 +119,25 @@ def candidate_job(
         expert_imbalance=work.imbalance(candidate.layout.expert),
         block_costs=work.block_costs if candidate.layout.pipeline > 1 else None,
     )
+
+
+class CandidateJob(NamedTuple):
+    """What most lower bounds need of a candidate's job, which takes longer to make."""
+
+    candidate: Candidate
+    trainer: TrainerProfile
+    precision: str
+    micro_batches: int
+    """per step on one rank"""
+    make: Callable[[Candidate], PlannedJob]
+
+    @property
+    def job(self) -> PlannedJob:
+        return self.make(self.candidate)
+
+    @property
+    def data_sharding(self) -> DataSharding:
+        return layout_sharding(self.candidate.layout, self.candidate.sharding, self.trainer)
 
 
 def candidate_config(base: RunConfig, candidate: Candidate) -> RunConfig:

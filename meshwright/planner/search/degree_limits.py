@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
 
 from meshwright.planner.search.candidate import Candidate
 from meshwright.planner.search.cost_cache import CostCache
 from meshwright.planner.search.search_space import (
     ModelParallelDegrees,
     SearchSpace,
-    fills_schedule,
     micro_batch_sizes,
     model_parallel_degrees,
-    pipeline_schedules,
     sharded_layouts,
 )
 from meshwright.planner.workload.workload import Workload
@@ -25,20 +22,11 @@ def all_degrees(cache: CostCache, space: SearchSpace) -> Iterator[ModelParallelD
     return model_parallel_degrees(cache.work, cache.cluster.device_count, cache.cluster.devices_per_node, space)
 
 
-def filled_schedules(cache: CostCache, degrees: ModelParallelDegrees, micro: int) -> list[tuple[str, int]]:
-    """Returns the schedules for which micro-batches of this size give enough micro-batches per step."""
-    micro_batches = cache.work.global_batch // degrees.data // micro
-    key = degrees.pipeline, micro_batches
-    if key not in cache.filled_schedules:
-        schedules = [
-            row
-            for row in pipeline_schedules(cache.work, degrees)
-            if fills_schedule(row[0], degrees.pipeline, micro_batches)
-        ]
-        if ("1f1b", 1) in schedules:
-            schedules = [row for row in schedules if not SCHEDULES[row[0]].all_forward_first]
-        cache.filled_schedules[key] = schedules
-    return cache.filled_schedules[key]
+def filled_sizes(cache: CostCache, degrees: ModelParallelDegrees) -> Iterator[tuple[int, list[tuple[str, int]]]]:
+    """Yields the sizes of a micro-batch, in ascending order, that fill a schedule, with the schedules."""
+    for micro in micro_batch_sizes(cache.work, degrees):
+        if filled := cache.filled_schedules(degrees.pipeline, cache.work.global_batch // degrees.data // micro):
+            yield micro, filled
 
 
 def checkpoint_modes(work: Workload, space: SearchSpace) -> tuple[str, ...]:
@@ -46,18 +34,25 @@ def checkpoint_modes(work: Workload, space: SearchSpace) -> tuple[str, ...]:
     return space.checkpoint_modes if pin is None else (str(pin),)
 
 
-def executions(
+def unscheduled(
     cache: CostCache, degrees: ModelParallelDegrees, modes: tuple[str, ...], offload: bool
 ) -> list[Candidate]:
-    """Returns the micro-batches and schedules of these degrees with modes of activation checkpointing, without
-    sharding.
+    """Returns the micro-batches of these degrees with modes of activation checkpointing, without sharding, each with
+    the first schedule that it fills; see `executions`.
     """
     layout = Layout(degrees.pipeline, degrees.data, 1, degrees.context, degrees.tensor, degrees.expert)
     return [
-        Candidate(layout, micro, "none", mode, schedule, stages, degrees.context_method, offload)
-        for micro in micro_batch_sizes(cache.work, degrees)
-        for schedule, stages in filled_schedules(cache, degrees, micro)
+        Candidate(layout, micro, "none", mode, *filled[0], degrees.context_method, offload)
+        for micro, filled in filled_sizes(cache, degrees)
         for mode in modes
+    ]
+
+
+def executions(cache: CostCache, candidate: Candidate) -> list[Candidate]:
+    """Returns the candidate with every schedule that its micro-batches fill."""
+    return [
+        candidate._replace(schedule=schedule, stages_per_rank=stages)
+        for schedule, stages in cache.filled_schedules(candidate.layout.pipeline, cache.micro_batches(candidate))
     ]
 
 
@@ -69,16 +64,15 @@ def least_memory(
     rank with several stages unshards one of them at a time).
     """
     sharding, layouts = sharded
-    sizes = [micro for micro in micro_batch_sizes(cache.work, degrees) if filled_schedules(cache, degrees, micro)]
-    if not sizes:
+    micro, filled = next(filled_sizes(cache, degrees), (0, []))
+    if not filled:
         return []
-    filled = filled_schedules(cache, degrees, sizes[0])
     unsplit = [row for row in filled if not SCHEDULES[row[0]].splits_backward] or filled
     candidates = []
     for schedule, stages in dict.fromkeys((filled[0], max(unsplit, key=lambda row: row[1]))):
-        start = Candidate(layouts[-1], sizes[0], sharding, "none", schedule, stages, degrees.context_method)
-        start = replace(start, offload=space.offload)
-        variants = [replace(start, activation_checkpoint=mode) for mode in checkpoint_modes(cache.work, space)]
+        start = Candidate(layouts[-1], micro, sharding, "none", schedule, stages, degrees.context_method)
+        start = start._replace(offload=space.offload)
+        variants = [start._replace(activation_checkpoint=mode) for mode in checkpoint_modes(cache.work, space)]
         candidates.append(next((each for each in reversed(variants) if not cache.is_unsupported(each)), start))
     return candidates
 

@@ -20,7 +20,8 @@ from meshwright.planner.cost.units.stage_parameters import (
     stage_parameters,
     stages_by_rank,
 )
-from meshwright.planner.search.candidate import Candidate
+from meshwright.planner.hardware.cluster import Cluster
+from meshwright.planner.search.candidate import Candidate, CandidateJob
 from meshwright.planner.search.time_bounds import model_kinds
 from meshwright.planner.workload.optimizer_bytes import optimizer_bytes, trainable_fraction
 from meshwright.planner.workload.planned_job import PlannedJob
@@ -45,105 +46,97 @@ class RankState(NamedTuple):
 
 
 class RankPeaks(NamedTuple):
-    """The memory of a rank, without the bytes that a layer saves."""
+    """What a pipeline rank holds when its memory may be at its peak."""
 
-    kept: float
-    """bytes of parameters and optimizer state"""
+    parameters: float
+    experts: float
     neighbours: int
     peaks: tuple[tuple[float, int], ...]
-    """bytes of gradients, and layers times micro-batches in flight, that exist at the same time"""
+    """the share of the gradients, and layers times micro-batches in flight, that exist at the same time"""
+
+
+class StateBytes(NamedTuple):
+    """Bytes per parameter."""
+
+    kept: float
+    """parameters and optimizer state"""
+    gradients: float
 
 
 class MemoryBounds:
     """Lower bounds of the memory of the candidates of a workload. Equal parts are computed once."""
 
-    def __init__(self, work: Workload) -> None:
-        self.work = work
+    def __init__(self, work: Workload, cluster: Cluster) -> None:
+        self.work, self.on_cpu = work, cluster.device.is_cpu
         self._states: dict[Hashable, tuple[RankState, ...]] = {}
         self._peaks: dict[Hashable, tuple[RankPeaks, ...]] = {}
         self._activations: dict[Hashable, tuple[float, float]] = {}
+        self._state_bytes: dict[Hashable, tuple[StateBytes, StateBytes]] = {}
         self._optimizer_bytes: dict[int, tuple[float, float]] = {}
 
-    def memory(self, candidate: Candidate, job: PlannedJob) -> float:
+    def memory(self, each: CandidateJob) -> float:
         """A lower bound of the memory of the rank that needs most, with what the device needs besides tensors."""
-        trainer, (saved, received) = job.trainer, self.activation_bytes(candidate, job)
-        on_cpu, accumulation = job.cluster.device.is_cpu, job.batch.accumulation
-        saved *= 1 + (0.0 if on_cpu else trainer.allocator_slack)
-        most = max(
-            kept + neighbours * accumulation * received + max(gradients + saved * layers for gradients, layers in peaks)
-            for kept, neighbours, peaks in self.rank_peaks(candidate, job)
-        )
-        return most + (0.0 if on_cpu else trainer.device_context_bytes)
+        saved, received = self.activation_bytes(each)
+        received *= each.micro_batches
+        saved *= 1 + (0.0 if self.on_cpu else each.trainer.allocator_slack)
+        dense, expert = self.state_bytes(each)
+        most = 0.0
+        for parameters, experts, neighbours, peaks in self.rank_peaks(each):
+            gradients = parameters * dense.gradients + experts * expert.gradients
+            peak = max([share * gradients + saved * layers for share, layers in peaks])
+            most = max(most, parameters * dense.kept + experts * expert.kept + neighbours * received + peak)
+        return most + (0.0 if self.on_cpu else each.trainer.device_context_bytes)
 
-    def rank_peaks(self, candidate: Candidate, job: PlannedJob) -> tuple[RankPeaks, ...]:
+    def rank_peaks(self, each: CandidateJob) -> tuple[RankPeaks, ...]:
+        candidate, layout = each.candidate, each.candidate.layout
+        apart = layout.expert > 1 and each.data_sharding.experts_apart
         key = (
-            *(candidate.layout, candidate.sharding, candidate.schedule, candidate.stages_per_rank, candidate.micro),
-            *(candidate.offload, id(job.trainer)),
+            *(layout.pipeline, candidate.schedule, candidate.stages_per_rank, layout.tensor, layout.expert, apart),
+            each.micro_batches,
         )
         if key not in self._peaks:
-            self._peaks[key] = tuple(self.peaks_of(candidate, job, state) for state in self.states(candidate, job))
+            if key[:-1] not in self._states:
+                self._states[key[:-1]] = tuple(rank_states(each.job))
+            states = self._states[key[:-1]]
+            self._peaks[key] = tuple(rank_peaks(candidate, each.micro_batches, state) for state in states)
         return self._peaks[key]
 
-    def peaks_of(self, candidate: Candidate, job: PlannedJob, state: RankState) -> RankPeaks:
-        kept, gradients = self.state_bytes(candidate, job, state)
-        passes = passes_in_flight(candidate, job.batch.accumulation, state.rank)
-        in_flight = sum(map(mul, passes, state.stage_layers))
-        if accumulates_when_full(candidate, job.batch.accumulation, sum(passes)):
-            return RankPeaks(kept, state.neighbours, ((gradients, in_flight),))
-        # When the gradients of the last stage are complete, what the other stages saved is in use.
-        last = state.stage_layers[-1]
-        partly = gradients * last / max(1, sum(state.stage_layers)), in_flight - passes[-1] * last
-        return RankPeaks(kept, state.neighbours, ((gradients, 0), (0.0, in_flight), partly))
-
-    def states(self, candidate: Candidate, job: PlannedJob) -> tuple[RankState, ...]:
-        """The first pipeline rank of each kind, and the one with the most parameters."""
-        layout = candidate.layout
-        apart = data_sharding(job).experts_apart
-        key = layout.pipeline, candidate.schedule, candidate.stages_per_rank, layout.tensor, layout.expert, apart
-        if key not in self._states:
-            self._states[key] = tuple(rank_states(job))
-        return self._states[key]
-
-    def activation_bytes(self, candidate: Candidate, job: PlannedJob) -> tuple[float, float]:
+    def activation_bytes(self, each: CandidateJob) -> tuple[float, float]:
         """Bytes that the smallest block saves for one micro-batch, and of a buffer that receives its input."""
-        layout = candidate.layout
+        candidate, layout = each.candidate, each.candidate.layout
         key = (
             *(layout.tensor, layout.context, layout.expert, candidate.context_method, candidate.micro),
-            *(candidate.activation_checkpoint, data_sharding(job).fsdp, layout.pipeline > 1, id(job.trainer)),
+            *(candidate.activation_checkpoint, each.data_sharding.fsdp, layout.pipeline > 1, id(each.trainer)),
         )
         if key not in self._activations:
+            job = each.job
             settings = activation_settings(job)
             saved = min(block_activations(job.model, settings, moe).saved for moe in model_kinds(job))
             receives = job.trainer.torch_native and layout.pipeline > 1
             self._activations[key] = saved, hidden_state_bytes(job.model, settings) if receives else 0.0
         return self._activations[key]
 
-    def state_bytes(self, candidate: Candidate, job: PlannedJob, state: RankState) -> tuple[float, float]:
-        """A lower bound of a rank's parameters and optimizer state, and of its gradients: shards divide evenly.
+    def state_bytes(self, each: CandidateJob) -> tuple[StateBytes, StateBytes]:
+        """A lower bound of the bytes of a parameter, its optimizer state and its gradient on a rank, and of those of an
+        expert's: shards divide evenly.
 
         FSDP2 accumulates the gradients of a pipeline's micro-batches unsharded, at least those of one stage, and those
         of a single micro-batch are sharded as soon as they are reduced.
         """
-        trainer, sharding, groups = job.trainer, candidate.sharding, data_sharding(job)
-        optimizer, trainable = self.optimizer_bytes(trainer)
-        compute = 4.0 if job.precision in ("fp32", "fp64") else 2.0
-        pipelined, native = candidate.layout.pipeline > 1, trainer.torch_native
+        candidate, layout = each.candidate, each.candidate.layout
         # In a single round stages are complete one after the other.
-        one_round = job.batch.accumulation < 2 * candidate.layout.pipeline
-        stages = candidate.stages_per_rank if one_round or candidate.stages_per_rank > LOOKAHEAD_STAGES else 1
-        kept = gradients = 0.0
-        for elements, ranks in ((state.parameters, groups.dense.shards), (state.experts, groups.experts.shards)):
-            ranks = ranks if sharding != "none" else 1
-            parameters = trainer.parameter_bytes / (ranks if sharding == "parameters" else 1)
-            if native and sharding in ("optimizer", "gradients"):  # shards, and a copy of them in the compute dtype
-                parameters = min(parameters, trainer.parameter_bytes / ranks + compute / stages)
-            divided = ranks if sharding in ("gradients", "parameters") or (native and sharding == "optimizer") else 1
-            accumulates = sharding == "optimizer" or (sharding == "parameters" and pipelined)
-            if native and accumulates and job.batch.accumulation > 1:
-                divided = min(divided, candidate.stages_per_rank) if pipelined and one_round else 1
-            kept += elements * (parameters + (0.0 if candidate.offload else optimizer / ranks))
-            gradients += elements * trainer.gradient_bytes * trainable / divided
-        return kept, gradients
+        one_round = each.micro_batches < 2 * layout.pipeline
+        key = (
+            *(layout, candidate.sharding, candidate.offload, candidate.stages_per_rank),
+            *(one_round, each.micro_batches > 1, each.precision, id(each.trainer)),
+        )
+        if key not in self._state_bytes:
+            groups, optimizer = each.data_sharding, self.optimizer_bytes(each.trainer)
+            self._state_bytes[key] = (
+                state_bytes(each, groups.dense.shards, one_round, optimizer),
+                state_bytes(each, groups.experts.shards, one_round, optimizer),
+            )
+        return self._state_bytes[key]
 
     def optimizer_bytes(self, trainer: TrainerProfile) -> tuple[float, float]:
         """Bytes of optimizer state per parameter, and the fraction of the parameters that are trained."""
@@ -154,6 +147,39 @@ class MemoryBounds:
                 trainable_fraction(config, model),
             )
         return self._optimizer_bytes[id(trainer)]
+
+
+def state_bytes(each: CandidateJob, shards: int, one_round: bool, optimizer: tuple[float, float]) -> StateBytes:
+    """See `MemoryBounds.state_bytes`; `optimizer` is what `MemoryBounds.optimizer_bytes` returns."""
+    candidate, trainer = each.candidate, each.trainer
+    sharding, stages = candidate.sharding, candidate.stages_per_rank
+    compute = 4.0 if each.precision in ("fp32", "fp64") else 2.0
+    pipelined, native = candidate.layout.pipeline > 1, trainer.torch_native
+    ranks = shards if sharding != "none" else 1
+    parameters = trainer.parameter_bytes / (ranks if sharding == "parameters" else 1)
+    if native and sharding in ("optimizer", "gradients"):  # shards, and a copy of them in the compute dtype
+        unsharded = stages if one_round or stages > LOOKAHEAD_STAGES else 1
+        parameters = min(parameters, trainer.parameter_bytes / ranks + compute / unsharded)
+    divided = ranks if sharding in ("gradients", "parameters") or (native and sharding == "optimizer") else 1
+    accumulates = sharding == "optimizer" or (sharding == "parameters" and pipelined)
+    if native and accumulates and each.micro_batches > 1:
+        divided = min(divided, stages) if pipelined and one_round else 1
+    state, trainable = optimizer
+    return StateBytes(
+        parameters + (0.0 if candidate.offload else state / ranks), trainer.gradient_bytes * trainable / divided
+    )
+
+
+def rank_peaks(candidate: Candidate, micro_batches: int, state: RankState) -> RankPeaks:
+    passes = passes_in_flight(candidate, micro_batches, state.rank)
+    in_flight = sum(map(mul, passes, state.stage_layers))
+    peaks: tuple[tuple[float, int], ...] = ((1.0, in_flight),)
+    if not accumulates_when_full(candidate, micro_batches, sum(passes)):
+        # When the gradients of the last stage are complete, what the other stages saved is in use.
+        last = state.stage_layers[-1]
+        partly = last / max(1, sum(state.stage_layers)), in_flight - passes[-1] * last
+        peaks = (1.0, 0), (0.0, in_flight), partly
+    return RankPeaks(state.parameters, state.experts, state.neighbours, peaks)
 
 
 def rank_states(job: PlannedJob) -> Iterator[RankState]:

@@ -108,7 +108,7 @@ def scale_candidate(
     filling = [micro for micro in sizes if fills_schedule(candidate.schedule, layout.pipeline, local_batch // micro)]
     if not filling:
         return None
-    scaled = replace(candidate, layout=scaled_layout, micro=filling[-1])
+    scaled = candidate._replace(layout=scaled_layout, micro=filling[-1])
     return scaled, cluster.with_devices(cluster.device_count * factor)
 
 

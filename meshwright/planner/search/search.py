@@ -1,8 +1,8 @@
 """The search for the fastest plans: best first, by lower bounds of the step time.
 
-A combination of degrees is expanded into its micro-batches, schedules and modes of activation checkpointing, and these
-into shard groups, in the order of the lower bounds of their step times (`time_bounds.py`). Only candidates whose bound
-is below the plans found so far are estimated, so that the first ones are nearly always the best. The search skips
+The micro-batches and modes of activation checkpointing of every combination of degrees are expanded into schedules, and
+these into shard groups, in the order of the lower bounds of their step times (`time_bounds.py`). Only candidates whose
+bound is below the plans found so far are estimated, so that the first ones are nearly always the best. The search skips
 - what cannot be faster than the last plan of the list, than the best plan of its layout, or than a little more than the
   best plan of its family;
 - candidates whose lower bound of memory does not fit, larger micro-batches of those that did not, and candidates that
@@ -35,7 +35,7 @@ from meshwright.planner.search.choice import (
     rank_estimates,
 )
 from meshwright.planner.search.cost_cache import CostCache
-from meshwright.planner.search.degree_limits import all_degrees, checkpoint_modes, executions, least_memory
+from meshwright.planner.search.degree_limits import all_degrees, checkpoint_modes, executions, least_memory, unscheduled
 from meshwright.planner.search.search_space import ModelParallelDegrees, SearchSpace, sharded_layouts
 from meshwright.topology.layout import Layout
 
@@ -122,14 +122,14 @@ class SearchNode(NamedTuple):
     """a lower bound of the step time"""
     number: int
     degrees: ModelParallelDegrees
-    execution: Candidate | None = None
-    """the micro-batch, the schedule and the activation checkpointing; None for all of the degrees"""
-    candidate: Candidate | None = None
-    """the execution with a sharding; None for all of them"""
+    level: str
+    """what of the candidate is decided: "unscheduled" (micro-batch and activation checkpointing), "execution" (the
+    schedule, too) or "sharded" (everything)"""
+    candidate: Candidate
 
 
 class BestFirst:
-    """Expands combinations of degrees and their executions in the order of their lower bounds."""
+    """Expands micro-batches into executions, and executions into shardings, in the order of their lower bounds."""
 
     def __init__(self, cache: CostCache, space: SearchSpace, best: BestPlans) -> None:
         self.cache, self.space, self.best = cache, space, best
@@ -147,43 +147,45 @@ class BestFirst:
         self.least_memory: list[Candidate] = []
         """Candidates with the least memory of their degrees that fit."""
 
-    def push(self, seconds: float, degrees: ModelParallelDegrees, *rest: Candidate | None) -> None:
+    def push(self, seconds: float, degrees: ModelParallelDegrees, level: str, candidate: Candidate) -> None:
         if seconds <= self.best.last_seconds:
-            heappush(self.queue, SearchNode(seconds, next(self.number), degrees, *rest))
+            heappush(self.queue, SearchNode(seconds, next(self.number), degrees, level, candidate))
 
     def run(self, all_degrees: list[ModelParallelDegrees], budget: int) -> None:
         """`budget` is the number of memory estimates after which a search that has found a plan ends."""
-        modes, offload = checkpoint_modes(self.cache.work, self.space), self.space.offload
+        cache, modes = self.cache, checkpoint_modes(self.cache.work, self.space)
         for degrees in all_degrees:
-            fastest = executions(self.cache, degrees, modes[:1], offload)
-            self.push(min(map(self.cache.least_seconds, fastest), default=inf), degrees)
+            for each in unscheduled(cache, degrees, modes, self.space.offload):
+                self.push(cache.least_unscheduled_seconds(each), degrees, "unscheduled", each)
         while self.queue:
-            seconds, _, degrees, execution, candidate = heappop(self.queue)
-            spent = bool(self.best.plans) and self.cache.memory_estimates > budget
+            seconds, _, degrees, level, candidate = heappop(self.queue)
+            spent = bool(self.best.plans) and cache.memory_estimates > budget
             if seconds > self.best.last_seconds or spent:
                 break
-            if execution is None:
+            if level == "unscheduled":
                 self.searched.add(degrees)
-                for each in executions(self.cache, degrees, modes, offload):
-                    self.push(self.cache.least_seconds(each), degrees, each)
-            elif candidate is None:
-                self.shard(degrees, execution, seconds)
+                for each in executions(cache, candidate):
+                    self.push(cache.least_seconds(each), degrees, "execution", each)
+            elif level == "execution":
+                self.shard(degrees, candidate, seconds)
             else:
                 self.estimate(degrees, candidate)
         if not self.best.plans:
             for each in self.least_memory:
-                self.best.add(each, self.cache.estimate(each))
+                self.best.add(each, cache.estimate(each))
 
     def shard(self, degrees: ModelParallelDegrees, execution: Candidate, seconds: float) -> None:
         """Estimates every sharding of an execution, or those whose bound is larger later."""
-        for sharding, layouts in self.shardings(degrees):
-            largest = replace(execution, sharding=sharding, layout=layouts[-1])
-            if seconds > self.best.family_seconds(largest) or not self.cache.may_fit(largest):
+        for sharding, layouts in reversed(self.shardings(degrees)):
+            largest = execution._replace(sharding=sharding, layout=layouts[-1])
+            if seconds > self.best.family_seconds(largest):
                 continue
+            if not self.cache.may_fit(largest):
+                break  # what is sharded less needs more
             for candidate in self.shard_groups(largest, layouts):
                 bound = self.cache.least_seconds(candidate)
                 if bound > seconds:
-                    self.push(bound, degrees, execution, candidate)
+                    self.push(bound, degrees, "sharded", candidate)
                 else:
                     self.estimate(degrees, candidate, bound)
 
@@ -193,7 +195,7 @@ class BestFirst:
         bound = cache.least_seconds(candidate) if bound is None else bound
         if degrees in self.nothing_fits or bound > self.best.seconds_to_beat(candidate):
             return
-        key = replace(candidate, micro=1)
+        key = candidate._replace(micro=1)
         similar = family(candidate), candidate.schedule, candidate.stages_per_rank
         excess = min(self.excess[similar]) if len(self.excess[similar]) >= MIN_SIMILAR else 1.0
         if cache.least_memory(candidate) * excess > cache.memory_limit:
@@ -204,8 +206,8 @@ class BestFirst:
             self.best.add(candidate, cache.estimate(candidate))
             return
         self.too_large[key] = candidate.micro
-        if cache.was_estimated(candidate):
-            self.excess[similar].append(cache.peak_memory(candidate).total / cache.least_memory(candidate))
+        if (ratio := cache.excess(candidate)) is not None:
+            self.excess[similar].append(ratio)
         self.failures[degrees] += 1
         if self.failures[degrees] == MAX_FAILURES and not self.best.plans:
             self.find_least_memory(degrees)
@@ -221,7 +223,7 @@ class BestFirst:
         """
         if len(layouts) == 1:
             return [largest]
-        candidates = [replace(largest, layout=layout) for layout in layouts]
+        candidates = [largest._replace(layout=layout) for layout in layouts]
         first = bisect_left(candidates, True, key=self.cache.may_fit)
         candidates = candidates[first:]
         per_node = self.cache.cluster.devices_per_node
@@ -329,9 +331,9 @@ def refined_candidates(cache: CostCache, plans: Iterable[Estimate]) -> Iterator[
         candidate, local = Candidate.from_job(plan.job), plan.job.batch.micro * plan.job.batch.accumulation
         variants = []
         if candidate.layout.pipeline == 1 and "batch.micro" not in cache.work.pinned:
-            variants = [replace(candidate, micro=size) for size in range(1, candidate.micro) if local % size == 0]
+            variants = [candidate._replace(micro=size) for size in range(1, candidate.micro) if local % size == 0]
         if cache.work.trainer is None and "compile.enabled" not in cache.work.pinned and candidate.compile is None:
-            variants.append(replace(candidate, compile=False))
+            variants.append(candidate._replace(compile=False))
         for variant in variants:
             if not cache.is_unsupported(variant) and cache.fits(variant):
                 yield variant
@@ -343,6 +345,6 @@ def memory_saving_variants(cache: CostCache, space: SearchSpace, first: list[Can
         sizes = {candidate.micro} if "batch.micro" in cache.work.pinned else {candidate.micro, 1}
         for mode in checkpoint_modes(cache.work, space):
             for micro in sizes:
-                variant = replace(candidate, micro=micro, activation_checkpoint=mode)
+                variant = candidate._replace(micro=micro, activation_checkpoint=mode)
                 if not cache.is_unsupported(variant) and cache.fits(variant):
                     yield variant

@@ -189,12 +189,12 @@ def micro_batch_sizes(work: Workload, degrees: ModelParallelDegrees) -> list[int
     return sizes
 
 
-def pipeline_schedules(work: Workload, degrees: ModelParallelDegrees) -> list[tuple[str, int]]:
+def pipeline_schedules(work: Workload, pipeline: int) -> list[tuple[str, int]]:
     """Returns (schedule, stages per rank), the schedules with a fixed number of stages first.
 
     GPipe needs more memory than 1F1B for the same bubble, so it serves steps with too few micro-batches for 1F1B.
     """
-    if degrees.pipeline == 1:
+    if pipeline == 1:
         return [("1f1b", 1)]
     pinned_schedule, pinned_stages = work.pinned.get("pipeline.schedule"), work.pinned.get("pipeline.stages")
     simplest_first = sorted(
@@ -202,7 +202,7 @@ def pipeline_schedules(work: Workload, degrees: ModelParallelDegrees) -> list[tu
     )
     options = [(schedule.name, stages) for schedule in simplest_first for stages in schedule.candidate_stages]
     # Other trainers may leave the first stage to the embedding and the last one to the head, as Llama 3's does.
-    max_stages = (work.model.layers + (2 if work.trainer is not None else 0)) // degrees.pipeline
+    max_stages = (work.model.layers + (2 if work.trainer is not None else 0)) // pipeline
     supported = trainer_rules(work.trainer_name).schedules or tuple(SCHEDULES)
     return [
         (name, stages)

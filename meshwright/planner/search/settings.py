@@ -61,7 +61,7 @@ def variants(
     if own and not device.is_cpu:
         compiled = is_compiled(chosen.job)
         name = "without torch.compile (eager)" if compiled else "with torch.compile"
-        yield name, f"--compile.enabled={str(not compiled).lower()}", work, replace(candidate, compile=not compiled)
+        yield name, f"--compile.enabled={str(not compiled).lower()}", work, candidate._replace(compile=not compiled)
     rates = device.peak_flops
     if rates.get("fp8", 0.0) > rates["bf16"] and chosen.job.precision == "bf16":
         changed = replace(work, precision="fp8") if work.base_config is None else with_precision(work, float8=True)
@@ -73,11 +73,11 @@ def variants(
         if mode != candidate.activation_checkpoint and mode in trainer_rules(work.trainer_name).checkpoint_modes:
             option = f"--activation_checkpoint.mode={mode}" if own else ""
             name = f"{mode} activation checkpointing" if mode != "none" else "no activation checkpointing"
-            yield name, option, work, replace(candidate, activation_checkpoint=mode)
+            yield name, option, work, candidate._replace(activation_checkpoint=mode)
     if not device.is_cpu:
         name = "optimizer state on the device" if candidate.offload else "optimizer state in host memory"
         option = f"--optimizer.cpu_offload={str(not candidate.offload).lower()}" if own else ""
-        yield name, option, work, replace(candidate, offload=not candidate.offload)
+        yield name, option, work, candidate._replace(offload=not candidate.offload)
 
 
 def with_precision(work: Workload, **fields: Any) -> Workload:

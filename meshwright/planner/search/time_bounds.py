@@ -34,7 +34,7 @@ from meshwright.planner.cost.units.data_sharding import data_sharding
 from meshwright.planner.cost.units.estimated_units import UnitSizes
 from meshwright.planner.cost.units.group_placements import group_placements
 from meshwright.planner.cost.units.stage_parameters import StageLayers, stage_parameters, stages_by_rank
-from meshwright.planner.search.candidate import Candidate
+from meshwright.planner.search.candidate import Candidate, CandidateJob
 from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.planner.workload.trainer_profile import TrainerProfile
 from meshwright.topology.schedules import SCHEDULES, find_schedule
@@ -54,6 +54,8 @@ class ModuleSeconds(NamedTuple):
     """a block with experts"""
     embedding: PassSeconds
     head: PassSeconds
+    model: float
+    """forward and backward of the whole model"""
 
 
 class UnitSeconds(NamedTuple):
@@ -98,12 +100,13 @@ class TimeBounds:
         self._layers: dict[Hashable, Counter[RankLayers]] = {}
         self._units: dict[Hashable, UnitSeconds] = {}
 
-    def seconds(self, candidate: Candidate, job: PlannedJob) -> float:
+    def seconds(self, each: CandidateJob) -> float:
         """A lower bound of the step time."""
-        pipeline, micro_batches = candidate.layout.pipeline, job.batch.accumulation
-        unit, send = self.unit(candidate, job), self.send(candidate, job)
+        candidate, micro_batches = each.candidate, each.micro_batches
+        pipeline = candidate.layout.pipeline
+        unit, send = self.unit(each), self.send(each)
         slowest = busiest = total = 0.0
-        for ranks, layers, sends, forward, backward in self.ranks(candidate, job):
+        for ranks, layers, sends, forward, backward in self.ranks(each):
             computed = forward + backward + sends * send[0]
             exposed = exposed_seconds(candidate, micro_batches, layers, forward, backward, unit)
             slowest, total = max(slowest, computed), total + ranks * computed
@@ -111,19 +114,27 @@ class TimeBounds:
         if pipeline > 1:
             bubble = (total - slowest) / find_schedule(candidate.schedule).bubble_divisor(candidate.stages_per_rank)
             busiest += bubble + 2 * (pipeline - 1) * send[1]
-        return busiest + job.trainer.fixed_step_seconds
+        return busiest + each.trainer.fixed_step_seconds
 
-    def ranks(self, candidate: Candidate, job: PlannedJob) -> tuple[RankSeconds, ...]:
+    def unscheduled_seconds(self, each: CandidateJob, bubble_divisor: int) -> float:
+        """A lower bound of the step time on every schedule with at most this divisor of the bubble. The slowest rank of
+        a pipeline takes at least the mean of all ranks, and longer if the others take less.
+        """
+        pipeline = each.candidate.layout.pipeline
+        passes = each.micro_batches + (pipeline - 1) / bubble_divisor
+        return passes * self.modules(each).model / pipeline + each.trainer.fixed_step_seconds
+
+    def ranks(self, each: CandidateJob) -> tuple[RankSeconds, ...]:
         """Pipeline ranks with equal stages, each as often as there are."""
-        layout = candidate.layout
+        candidate, layout = each.candidate, each.candidate.layout
         key = (
             *(layout.tensor, layout.context, layout.expert, candidate.context_method, candidate.micro),
-            *(candidate.activation_checkpoint, self.profile(job.trainer)),
+            *(candidate.activation_checkpoint, self.profile(each.trainer)),
             *(layout.pipeline, candidate.schedule, candidate.stages_per_rank),
-            layout.expert > 1 and data_sharding(job).expert_stride,
+            layout.expert > 1 and each.data_sharding.expert_stride,
         )
         if key not in self._ranks:
-            modules = self.modules(candidate, job)
+            modules = self.modules(each)
             self._ranks[key] = tuple(
                 RankSeconds(
                     ranks,
@@ -137,20 +148,20 @@ class TimeBounds:
                         for index in (0, 1)
                     ),
                 )
-                for layers, ranks in self.layers(candidate, job).items()
+                for layers, ranks in self.layers(each).items()
             )
         return self._ranks[key]
 
-    def modules(self, candidate: Candidate, job: PlannedJob) -> ModuleSeconds:
-        layout = candidate.layout
+    def modules(self, each: CandidateJob) -> ModuleSeconds:
+        candidate, layout = each.candidate, each.candidate.layout
         key = (
             *(layout.tensor, layout.context, layout.expert, candidate.context_method, candidate.micro),
-            *(candidate.activation_checkpoint, self.profile(job.trainer)),
+            *(candidate.activation_checkpoint, self.profile(each.trainer)),
             # Experts communicate in other groups, and beside other micro-batches.
-            layout.expert > 1 and (data_sharding(job).expert_stride, candidate.stages_per_rank > 1),
+            layout.expert > 1 and (each.data_sharding.expert_stride, candidate.stages_per_rank > 1),
         )
         if key not in self._modules:
-            self._modules[key] = module_seconds(job)
+            self._modules[key] = module_seconds(each.job)
         return self._modules[key]
 
     def profile(self, trainer: TrainerProfile) -> int:
@@ -160,28 +171,31 @@ class TimeBounds:
             self._profiles[id(trainer)] = self._numbers.setdefault(known, len(self._numbers))
         return self._profiles[id(trainer)]
 
-    def send(self, candidate: Candidate, job: PlannedJob) -> tuple[float, float]:
+    def send(self, each: CandidateJob) -> tuple[float, float]:
         """The seconds of one send to another stage that are exposed, and those that are hidden."""
-        layout = candidate.layout
+        candidate, layout = each.candidate, each.candidate.layout
         if layout.pipeline == 1:
             return 0.0, 0.0
-        key = layout.tensor, layout.context, candidate.micro, layout.ranks // layout.pipeline, self.profile(job.trainer)
+        stage_ranks = layout.ranks // layout.pipeline
+        key = layout.tensor, layout.context, candidate.micro, stage_ranks, self.profile(each.trainer)
         if key not in self._sends:
+            job = each.job
             send = ActivationMessages(job, layer_shape(job)).send()
             self._sends[key] = max(0.0, send.seconds - send.hidden), min(send.seconds, send.hidden)
         return self._sends[key]
 
-    def layers(self, candidate: Candidate, job: PlannedJob) -> Counter[RankLayers]:
+    def layers(self, each: CandidateJob) -> Counter[RankLayers]:
         """How many pipeline ranks have which layers."""
+        candidate = each.candidate
         key = candidate.layout.pipeline, candidate.schedule, candidate.stages_per_rank
         if key not in self._layers:
-            self._layers[key] = Counter(rank_layers(job))
+            self._layers[key] = Counter(rank_layers(each.job))
         return self._layers[key]
 
-    def unit(self, candidate: Candidate, job: PlannedJob) -> UnitSeconds:
-        key = candidate.layout, candidate.sharding, job.batch.accumulation > 1, id(job.trainer)
+    def unit(self, each: CandidateJob) -> UnitSeconds:
+        key = each.candidate.layout, each.candidate.sharding, each.micro_batches > 1, id(each.trainer)
         if key not in self._units:
-            self._units[key] = unit_seconds(job)
+            self._units[key] = unit_seconds(each.job)
         return self._units[key]
 
 
@@ -247,12 +261,10 @@ def module_seconds(job: PlannedJob) -> ModuleSeconds:
     for moe in model_kinds(job):
         time = layer_time(shape, moe)
         kinds[moe] = seconds(time, messages.block(moe, time))
-    return ModuleSeconds(
-        kinds[False],
-        kinds[True],
-        seconds(embedding_time(shape), messages.embedding(frozen=False)),
-        seconds(head_time(shape), messages.head()),
-    )
+    embedding = seconds(embedding_time(shape), messages.embedding(frozen=False))
+    head, moe_layers = seconds(head_time(shape), messages.head()), expert_layers(job)
+    blocks = (job.model.layers - moe_layers) * sum(kinds[False]) + moe_layers * sum(kinds[True])
+    return ModuleSeconds(kinds[False], kinds[True], embedding, head, blocks + sum(embedding) + sum(head))
 
 
 def exposed(messages: Iterable[Communicate]) -> float:
@@ -260,10 +272,13 @@ def exposed(messages: Iterable[Communicate]) -> float:
     return sum(max(0.0, each.seconds - each.hidden) for each in messages)
 
 
+def expert_layers(job: PlannedJob) -> int:
+    return job.model.moe_layers if isinstance(job.model, Architecture) else 0
+
+
 def model_kinds(job: PlannedJob) -> set[bool]:
     """Whether the model has blocks with and without experts."""
-    moe_layers = job.model.moe_layers if isinstance(job.model, Architecture) else 0
-    return {layer >= job.model.layers - moe_layers for layer in (0, job.model.layers - 1)}
+    return {layer >= job.model.layers - expert_layers(job) for layer in (0, job.model.layers - 1)}
 
 
 def rank_layers(job: PlannedJob) -> Iterator[RankLayers]:

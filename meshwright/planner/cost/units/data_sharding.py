@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from functools import cache
 
 from meshwright.planner.workload.planned_job import PlannedJob
+from meshwright.planner.workload.trainer_profile import TrainerProfile
 from meshwright.topology.layout import Layout
 from meshwright.topology.parameter_shards import uses_ddp, uses_fsdp
 
@@ -56,9 +57,12 @@ class DataSharding:
 
 
 def data_sharding(job: PlannedJob) -> DataSharding:
-    trainer = job.trainer
-    over_context = trainer.shards_over_context and job.sharding != "none" and job.layout.context > 1
-    return _data_sharding(job.layout, over_context, trainer.experts_over_tensor_axis)
+    return layout_sharding(job.layout, job.sharding, job.trainer)
+
+
+def layout_sharding(layout: Layout, sharding: str, trainer: TrainerProfile) -> DataSharding:
+    over_context = trainer.shards_over_context and sharding != "none" and layout.context > 1
+    return _data_sharding(layout, over_context, trainer.experts_over_tensor_axis)
 
 
 @cache

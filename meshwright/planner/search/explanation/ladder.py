@@ -10,7 +10,7 @@ technique with the largest gain comes next.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from meshwright.io import format_bytes, format_percent, format_seconds
 from meshwright.planner.cost.estimate import Estimate
@@ -195,7 +195,7 @@ def partial_candidates(cache: CostCache, target: Candidate, techniques: tuple[st
         partial.pipeline, partial.context, partial.tensor, partial.expert, data, target.context_method
     )
     for micro in micro_batch_sizes(cache.work, settings):
-        candidate = replace(start, micro=micro)
+        candidate = start._replace(micro=micro)
         micro_steps = cache.work.global_batch // data // micro
         if fills_schedule(candidate.schedule, partial.pipeline, micro_steps) and not cache.is_unsupported(candidate):
             yield candidate
