@@ -51,14 +51,14 @@ def executed_bubble(traces: list[CostTrace]) -> float | None:
     stage_count = short.ranks * short.stages_per_rank
     if stage_count * short.micro_batches > MAX_ACTIONS:
         return None
-    seconds = {}
+    seconds: dict[schedule_orders.Action, float] = {}
     for rank, trace in enumerate(traces):
         passes = schedule_passes(short, rank, trace.resharding, trace.partly)
-        kinds = (kind for kind in passes if kind.op != "R")
-        for action, kind in zip(rank_actions(short, rank), kinds, strict=True):
-            seconds[action] = trace.time(kind).dependent_seconds
+        kinds = [kind for kind in passes if kind.op != "R"]
+        of_kind = {kind: trace.time(kind).dependent_seconds for kind in set(kinds)}
+        seconds |= zip(rank_actions(short, rank), map(of_kind.__getitem__, kinds), strict=True)
     orders = schedule_orders.action_orders(*short)
-    rows = schedule_timeline.execute_orders(orders, stage_count, lambda action: seconds[action])
+    rows = schedule_timeline.execute_orders(orders, stage_count, seconds.__getitem__)
     busy = max(sum(slot.end - slot.start for slot in row) for row in rows)
     return float(max(row[-1].end for row in rows) - busy)
 
