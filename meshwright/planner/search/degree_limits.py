@@ -34,17 +34,14 @@ def checkpoint_modes(work: Workload, space: SearchSpace) -> tuple[str, ...]:
     return space.checkpoint_modes if pin is None else (str(pin),)
 
 
-def unscheduled(
-    cache: CostCache, degrees: ModelParallelDegrees, modes: tuple[str, ...], offload: bool
-) -> list[Candidate]:
-    """Returns the micro-batches of these degrees with modes of activation checkpointing, without sharding, each with
+def unscheduled(cache: CostCache, degrees: ModelParallelDegrees, mode: str, offload: bool) -> list[Candidate]:
+    """Returns the micro-batches of these degrees with a mode of activation checkpointing, without sharding, each with
     the first schedule that it fills; see `executions`.
     """
     layout = Layout(degrees.pipeline, degrees.data, 1, degrees.context, degrees.tensor, degrees.expert)
     return [
         Candidate(layout, micro, "none", mode, *filled[0], degrees.context_method, offload)
         for micro, filled in filled_sizes(cache, degrees)
-        for mode in modes
     ]
 
 

@@ -19,7 +19,7 @@ from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from heapq import heappop, heappush
-from itertools import count
+from itertools import count, pairwise
 from math import inf
 from typing import NamedTuple
 
@@ -154,8 +154,9 @@ class BestFirst:
     def run(self, all_degrees: list[ModelParallelDegrees], budget: int) -> None:
         """`budget` is the number of memory estimates after which a search that has found a plan ends."""
         cache, modes = self.cache, checkpoint_modes(self.cache.work, self.space)
+        slower_mode = dict(pairwise(modes))
         for degrees in all_degrees:
-            for each in unscheduled(cache, degrees, modes, self.space.offload):
+            for each in unscheduled(cache, degrees, modes[0], self.space.offload):
                 self.push(cache.least_unscheduled_seconds(each), degrees, "unscheduled", each)
         while self.queue:
             seconds, _, degrees, level, candidate = heappop(self.queue)
@@ -164,6 +165,9 @@ class BestFirst:
                 break
             if level == "unscheduled":
                 self.searched.add(degrees)
+                if mode := slower_mode.get(candidate.activation_checkpoint):
+                    slower = candidate._replace(activation_checkpoint=mode)
+                    self.push(cache.least_unscheduled_seconds(slower), degrees, "unscheduled", slower)
                 for each in executions(cache, candidate):
                     self.push(cache.least_seconds(each), degrees, "execution", each)
             elif level == "execution":
