@@ -194,12 +194,12 @@ def execute_orders(orders: Sequence[ActionOrder], stages: int, cost: ActionCost)
             actions: tuple[Action, ...] = (step,) if isinstance(step, Action) else step
             start = row[-1].end if row else 0
             missing = None
-            for key in (key for action in actions for key in dependencies(action, stages, split)):
-                end = end_times.get(key)
-                if end is None:
-                    missing = key
-                    break
-                start = max(start, end)
+            for action in actions:
+                for key in dependencies(action, stages, split):
+                    if key not in end_times:
+                        missing = missing or key
+                    elif end_times[key] > start:
+                        start = end_times[key]
             if missing is not None:
                 blocked[missing].append(rank)
                 break
