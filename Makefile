@@ -4,6 +4,8 @@ BIN := .venv/bin
 PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt
 # One CPU thread per process: ranks share the cores, and another count would change the last bits.
 export OMP_NUM_THREADS := 1
+# Some virtual machines report AMX without enabling it: bf16 products then end with an illegal instruction.
+export ONEDNN_MAX_CPU_ISA := AVX512_CORE_BF16
 # Two test processes, whole files each: many tests wait for a timeout or for ranks to start. PYTEST_ARGS adds options.
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --package-durations $(PYTEST_ARGS)
 

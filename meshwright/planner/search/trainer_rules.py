@@ -154,7 +154,8 @@ def mfu_with_masked_scores(plan: Estimate) -> float:
     job = plan.job
     if not isinstance(job.model, Architecture):
         return plan.mfu
-    masked = 3.0 * job.tokens_per_step * job.sequence * job.model.attention_width * job.model.layers
+    layers = sum(count for kind, count in job.model.kind_counts.items() if kind.has_attention)
+    masked = 3.0 * job.tokens_per_step * job.sequence * job.model.attention_width * layers
     return (plan.model_flops + masked) / plan.seconds / plan.peak_flops
 
 

@@ -86,7 +86,9 @@ def parse_seconds(row: dict[str, Any], job: PlannedJob) -> tuple[float | None, t
         if key == "tflops_per_gpu":
             rate *= 1e12
         else:
-            rate *= (0.01 if rate > 1 else 1.0) * job.cluster.device.peak_flops["bf16"]
+            peaks = job.cluster.device.peak_flops
+            peak = peaks.get("fp16", peaks["bf16"]) if job.precision == "fp16" else peaks["bf16"]
+            rate *= (0.01 if rate > 1 else 1.0) * peak
         seconds = reported_flops(job, counted) / rate / job.layout.ranks
         assumed = ", which is assumed" if is_assumed and key != "hfu" else ""
         return seconds, (f"step time from {key} with FLOPs of the convention {counted!r}{assumed}",)

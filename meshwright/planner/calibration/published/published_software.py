@@ -100,7 +100,7 @@ FLAGS = {
     "blockwise": r"block-?wise|sub-?channel|fp8-sc\b",
     "interleaved": r"interleaved",
 }
-NEGATIONS = r"\b(?:no|not|without|non)[- ]{}"
+NEGATIONS = r"\b(?:no|not|without|non)[- ](?:torch\.)?(?:{})"
 
 
 @dataclass(frozen=True)

@@ -70,11 +70,13 @@ def assume_settings(job: PlannedJob, unstated: frozenset[str]) -> Assumed:
     if unstated & {"checkpoint", "sharding"}:
         offloaded = offloadable_bytes(job) if "checkpoint" in unstated else 0.0
         if not offloaded:
-            job = next((attempt for attempt in attempts(job, unstated) if run_fits(attempt)), job)
+            tried = list(attempts(job, unstated))
+            job = next((attempt for attempt in tried if run_fits(attempt)), tried[-1])
     if offloaded:
         assumptions.append(f"{offloaded / 2**30:.0f} GiB of activations offloaded to the host, which do not fit")
     elif "checkpoint" in unstated:
-        assumptions.append(f"{CHECKPOINT_WORDS[job.activation_checkpoint]}, the least that fits")
+        reason = "the least that fits" if run_fits(job) else "with which the run does not fit, either"
+        assumptions.append(f"{CHECKPOINT_WORDS[job.activation_checkpoint]}, {reason}")
     if "sharding" in unstated and job.sharding != job.trainer.default_sharding:
         assumptions.append("parameters sharded over data-parallel ranks, because the run does not fit otherwise")
     if "micro_batch" in unstated:
@@ -84,7 +86,8 @@ def assume_settings(job: PlannedJob, unstated: frozenset[str]) -> Assumed:
         micro_alternatives(job) if "micro_batch" in unstated else (),
         stage_alternatives(job) if "stages" in unstated else (),
     )
-    made_to_fit = "checkpoint" in unstated or ("sharding" in unstated and job.sharding != job.trainer.default_sharding)
+    changed = "checkpoint" in unstated or ("sharding" in unstated and job.sharding != job.trainer.default_sharding)
+    made_to_fit = changed and (bool(offloaded) or run_fits(job))
     plausible = tuple(jobs for jobs in alternatives if jobs)
     return Assumed(job, tuple(assumptions), plausible, offloaded, made_to_fit)
 
