@@ -13,6 +13,7 @@ from planned_cases import untrainable_workload
 from meshwright.errors import ConfigError
 from meshwright.planner.calibration.published.published_figures import parse_memory
 from meshwright.planner.calibration.published.published_runs import parse_run, read_published_runs
+from meshwright.planner.calibration.published.published_software import stated_flags
 from meshwright.planner.calibration.published.published_tables import COLUMNS, SECONDS
 from meshwright.planner.calibration.replay import replay, replay_run
 from meshwright.planner.hardware.cluster import preset_cluster
@@ -375,3 +376,11 @@ def test_quantized_inputs_are_saved_alike_in_a_replay_and_in_a_plan() -> None:
     in_bf16, _ = candidate_trainer(replace(work, precision="bf16"), preset_cluster("h100", 8), candidate)
     assert not in_bf16.saves_quantized_inputs
     assert not with_matmul_precision(TORCHTITAN, "fp8").saves_quantized_inputs
+
+
+@pytest.mark.parametrize(
+    ("notes", "flags"),
+    [("fp8-sc", {"blockwise"}), ("without block-wise", set()), ("no torch.compile", set()), ("compiled", {"compile"})],
+)
+def test_flag_of_a_published_run_is_read_unless_it_is_negated(notes, flags):
+    assert stated_flags({"notes": notes}) == flags
