@@ -262,7 +262,7 @@ def module_seconds(job: PlannedJob) -> ModuleSeconds:
         time = layer_time(shape, moe)
         kinds[moe] = seconds(time, messages.block(moe, time))
     embedding = seconds(embedding_time(shape), messages.embedding(frozen=False))
-    head, moe_layers = seconds(head_time(shape), messages.head()), expert_layers(job)
+    head, moe_layers = seconds(head_time(shape), messages.head()), moe_layer_count(job)
     blocks = (job.model.layers - moe_layers) * sum(kinds[False]) + moe_layers * sum(kinds[True])
     return ModuleSeconds(kinds[False], kinds[True], embedding, head, blocks + sum(embedding) + sum(head))
 
@@ -272,13 +272,13 @@ def exposed(messages: Iterable[Communicate]) -> float:
     return sum(max(0.0, each.seconds - each.hidden) for each in messages)
 
 
-def expert_layers(job: PlannedJob) -> int:
+def moe_layer_count(job: PlannedJob) -> int:
     return job.model.moe_layers if isinstance(job.model, Architecture) else 0
 
 
 def model_kinds(job: PlannedJob) -> set[bool]:
     """Whether the model has blocks with and without experts."""
-    return {layer >= job.model.layers - expert_layers(job) for layer in (0, job.model.layers - 1)}
+    return {layer >= job.model.layers - moe_layer_count(job) for layer in (0, job.model.layers - 1)}
 
 
 def rank_layers(job: PlannedJob) -> Iterator[RankLayers]:
