@@ -384,3 +384,10 @@ def test_quantized_inputs_are_saved_alike_in_a_replay_and_in_a_plan() -> None:
 )
 def test_flag_of_a_published_run_is_read_unless_it_is_negated(notes, flags):
     assert stated_flags({"notes": notes}) == flags
+
+
+def test_long_header_of_a_table_is_refused(tmp_path):
+    path = tmp_path / "table.csv"
+    path.write_text("x" * 200_000 + ",b\n1,2\n")
+    with pytest.raises(ConfigError, match="is not valid"):
+        read_published_runs(path)

@@ -57,10 +57,10 @@ DEVICE_ALIASES = {
 }
 """A run's name of its GPU -> the planner's."""
 NETWORKS: tuple[tuple[str, float, bool], ...] = (
-    (r"inter-node (\d+) Gb/s", 1, False),
-    (r"(\d+)x(?=\d+Gb )", 100, False),
-    (r"(\d+) ?Gbps node-node", 1, False),
-    (r"(\d+) ?Gb/s [\w-]+ per GPU", 1, True),
+    (r"inter-node (\d{1,6}) Gb/s", 1, False),
+    (r"(?<!\d)(\d{1,6})x(?=\d{1,6}Gb )", 100, False),
+    (r"(?<!\d)(\d{1,6}) ?Gbps node-node", 1, False),
+    (r"(?<!\d)(\d{1,6}) ?Gb/s [\w-]{1,40} per GPU", 1, True),
     (r"bigscience()", 400, False),  # four adapters of 100 Gb/s per node, which its other records state
 )
 """How runs state their network: a pattern for a number, the Gb/s of one unit, and whether it is per device or node."""

@@ -110,7 +110,7 @@ def read_rows(path: Path) -> list[Any]:
     expected = "a JSON list of runs"
     content = read_regular_file(path, MAX_FILE_BYTES, f"file of runs {path}", expected)
     if path.suffix.lower() == ".csv":
-        rows: Any = read_table(content.decode("utf-8", "replace"), f"file of runs {path}")
+        rows: Any = read_table(content.decode("utf-8", "replace"), f"file of runs {path}", MAX_RUNS + 1)
     else:
         rows = parse_json(content, f"file of runs {path}", expected)
     if not isinstance(rows, list) or len(rows) > MAX_RUNS:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import csv
 import io
+from itertools import islice
 from typing import Any
 
 from meshwright.errors import ConfigError
@@ -29,16 +30,16 @@ COLUMNS = {
 SECONDS = "iteration time (ms)"
 
 
-def read_table(content: str, what: str) -> list[dict[str, Any]]:
-    """Returns the rows of vTrain's table as records of runs; raises ConfigError if it is another table."""
+def read_table(content: str, what: str, max_rows: int) -> list[dict[str, Any]]:
+    """Returns the first rows of vTrain's table as records of runs; raises ConfigError if it is another table."""
     reader = csv.DictReader(io.StringIO(content))
-    missing = [column for column in (*COLUMNS, SECONDS) if column not in (reader.fieldnames or [])]
-    if missing:
-        raise ConfigError(
-            f"{what} is a CSV file without the column {missing[0]!r}", "expected the columns of vTrain's table"
-        )
     try:
-        return [table_run(row, number) for number, row in enumerate(reader, start=2)]
+        missing = [column for column in (*COLUMNS, SECONDS) if column not in (reader.fieldnames or [])]
+        if missing:
+            raise ConfigError(
+                f"{what} is a CSV file without the column {missing[0]!r}", "expected the columns of vTrain's table"
+            )
+        return [table_run(row, number) for number, row in enumerate(islice(reader, max_rows), start=2)]
     except (TypeError, ValueError, csv.Error) as error:
         raise ConfigError(f"{what} is not valid: {str(error)[:200]}", "expected a number in every cell") from None
 
