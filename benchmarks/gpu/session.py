@@ -20,7 +20,7 @@ from benchmarks.gpu.rows import PairRow, Side
 from benchmarks.gpu.shapes import Shape
 from benchmarks.gpu.timing import Entrant, Turn, free_memory, ratios
 
-TURN_SECONDS = 4.0
+TURN_SECONDS = 7.5
 """About how long a turn takes on an H200, for `--budget`."""
 
 

@@ -31,7 +31,7 @@ class Shape:
     experts: int = 0
     experts_active: int = 2
     steps: int = 20
-    """timed steps per turn of a contender"""
+    """timed steps per turn of a contender, about four seconds"""
 
     @property
     def head_size(self) -> int:
@@ -78,11 +78,11 @@ class Shape:
 
 
 SHAPES = {
-    "a": Shape("a", "GPT-2 of 124M", "gpt2", 12, 768, 12, 12, 3072, 50304, True, 32, 1024, steps=20),
-    "b": Shape("b", "Llama of 1.2B", "llama", 16, 2048, 32, 8, 8192, 128256, True, 4, 4096, steps=6),
-    "c": Shape("c", "8 layers of Llama 8B", "llama", 8, 4096, 32, 8, 14336, 128256, False, 2, 8192, steps=6),
+    "a": Shape("a", "GPT-2 of 124M", "gpt2", 12, 768, 12, 12, 3072, 50304, True, 32, 1024, steps=70),
+    "b": Shape("b", "Llama of 1.2B", "llama", 16, 2048, 32, 8, 8192, 128256, True, 4, 4096, steps=16),
+    "c": Shape("c", "8 layers of Llama 8B", "llama", 8, 4096, 32, 8, 14336, 128256, False, 2, 8192, steps=10),
 }
-EXPERTS = Shape("experts", "16 experts, top 2, 3B", "llama", 16, 2048, 32, 8, 1792, 32768, True, 4, 4096, 16, 2, 6)
+EXPERTS = Shape("experts", "16 experts, top 2, 3B", "llama", 16, 2048, 32, 8, 1792, 32768, True, 4, 4096, 16, 2, 24)
 """A model of experts, and below it a dense model with as many active parameters per token."""
 DENSE = replace(EXPERTS, name="dense", title="dense of the same active size", ffn=2 * 1792, experts=0)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator
@@ -15,8 +16,11 @@ from torch.nn.attention import SDPBackend, _cur_sdpa_kernel_backends, _sdpa_kern
 
 WARMUP = 4
 """Steps after a contender is built: they compile, and choose kernels."""
-SETTLE = 2
-"""Untimed steps at the beginning of a turn: clocks and power follow the contender."""
+SETTLE = 0.75
+"""Untimed steps at the beginning of a turn, per timed step: the power limit of a card follows a contender within about
+three seconds. In shorter turns both run at the clocks of their mean power: the one that needs less power is slower than
+by itself, and the other one is faster.
+"""
 
 
 class Contender(Protocol):
@@ -118,7 +122,7 @@ class Entrant:
         reset_peak(self.device)
         others = allocated(self.device) - self.resident
         try:
-            for _ in range(SETTLE):
+            for _ in range(math.ceil(SETTLE * steps)):
                 self.contender.step()
             with timed(self.device) as seconds:
                 for _ in range(steps):

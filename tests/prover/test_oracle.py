@@ -16,6 +16,8 @@ from meshwright.config import IGNORE_INDEX, ModelConfig
 from meshwright.config.model import OptionTable
 from meshwright.errors import ConfigError
 from meshwright.models.init import build_model, build_on_meta
+from meshwright.prover.compare.discrepancy import Difference, Quantity
+from meshwright.prover.compare.noise import Tolerances
 from meshwright.prover.compare.updates import states_by_name
 from meshwright.prover.oracle.decoder import ReferenceDecoder
 from meshwright.prover.oracle.equivalent_model import equivalent_parameters
@@ -322,6 +324,26 @@ def test_low_precision_differs_from_float64_by_its_rounding(dtype):
     for name, gradient in exact.gradients.items():
         error = float((low.gradients[name].double() - gradient).norm() / gradient.norm())
         assert 0.01 * resolution < error < 4 * resolution, name
+
+
+def test_tolerance_is_the_noise_of_all_steps_of_a_run_that_is_followed():
+    """One step of few seeds may happen to agree with the exact value."""
+    noise = [Difference(Quantity("gradient", step, "head.weight"), 0.01 * step, 1.0) for step in range(3)]
+    followed, by_step = (Tolerances.from_noise(precision, [noise]) for precision in ("bf16", "fp64"))
+    assert set(followed.errors.values()) == {5 * 0.02}
+    assert len(set(by_step.errors.values())) == 3
+
+
+def test_squared_gradients_have_twice_the_rounding_noise():
+    noise = [
+        Difference(Quantity("moments", 0, f"decoder.norm.weight/{key}"), 0.0, 1.0) for key in ("exp_avg", "exp_avg_sq")
+    ]
+    first, second = Tolerances.from_noise("bf16", [noise]).factors.values()
+    assert second == 2 * first
+    gradient = torch.randn(10_000, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    rounded = gradient.bfloat16().double()
+    error, error_of_square = ((a - b).norm() / b.norm() for a, b in ((rounded, gradient), (rounded**2, gradient**2)))
+    assert 1.8 < error_of_square / error < 2.2
 
 
 def test_initial_values_are_those_of_the_package():

@@ -20,6 +20,8 @@ MIN_NOISE = {
     "fp8": torch.finfo(torch.float8_e4m3fn).eps / 16,
 }
 """Noise that a single seed may happen not to show."""
+SECOND_MOMENTS = ("exp_avg_sq", "row_var", "col_var", "variance")
+"""Optimizer state of squared gradients, whose relative noise is twice that of the gradients."""
 MAX_FACTOR = 0.25
 MAX_ERROR = 1.0
 """Tolerances above which a precision proves nothing about a quantity: they would hide a factor of 1.25, or an error as
@@ -40,21 +42,28 @@ class Tolerances:
     ) -> Tolerances:
         """`repetitions` compare a rounded reference with the exact one, each under another seed. With `common`, all
         quantities of a kind have the noise of the noisiest: a token that rounding routes to another expert changes
-        them all.
+        them all. Below float64, every step starts from the state of the run, so that noise does not grow: a quantity
+        has the noise of all steps, because a few seeds of one step may happen to agree with the exact value.
         """
         noise: dict[Quantity, tuple[float, float]] = {}
         for differences in repetitions:
             for found in differences:
-                error, factor = noise.get(found.quantity, (0.0, 0.0))
-                noise[found.quantity] = (max(error, found.error), max(factor, found.factor_error))
+                noise[found.quantity] = largest(noise.get(found.quantity), (found.error, found.factor_error))
         typical: dict[tuple[str, int], list[tuple[float, float]]] = {}
+        of_all_steps: dict[tuple[str, str], tuple[float, float]] = {}
         for quantity, values in noise.items():
             typical.setdefault((quantity.kind, quantity.step), []).append(values)
+            place = quantity.kind, quantity.name
+            of_all_steps[place] = largest(of_all_steps.get(place), values)
         tolerances = cls(precision)
         for quantity, values in noise.items():
+            if precision != "fp64":
+                values = of_all_steps[quantity.kind, quantity.name]
             others = typical[quantity.kind, quantity.step]
             errors, factors = zip(*others, strict=True)
-            floor, margin, typical_noise = MIN_NOISE[precision], MARGIN[precision], max if common else median
+            margin, typical_noise = MARGIN[precision], max if common else median
+            is_squared = quantity.kind == "moments" and quantity.name.endswith(SECOND_MOMENTS)
+            floor = MIN_NOISE[precision] * (2 if is_squared else 1)
             tolerances.errors[quantity] = margin * max(values[0], typical_noise(errors), floor)
             tolerances.factors[quantity] = margin * max(values[1], typical_noise(factors), floor)
         return tolerances
@@ -75,3 +84,8 @@ class Tolerances:
             for quantity, factor in self.factors.items()
             if quantity.kind not in EXACT and not (factor <= MAX_FACTOR and self.errors[quantity] <= MAX_ERROR)
         ]
+
+
+def largest(one: tuple[float, float] | None, other: tuple[float, float]) -> tuple[float, float]:
+    """The larger error and the larger deviation of the factor."""
+    return other if one is None else (max(one[0], other[0]), max(one[1], other[1]))

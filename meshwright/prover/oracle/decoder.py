@@ -105,19 +105,19 @@ class ReferenceDecoder:
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
         """softmax(q k / sqrt(head size)) v over (batch, heads, sequence, head size); scores are float32 at least. A
-        token sees itself and the earlier tokens of its document.
+        token sees itself and the earlier tokens of its document. Low precision is rounded as by fused kernels.
         """
         scaled, keys, values = at_least_float32(q) / math.sqrt(self.head_size), at_least_float32(k), at_least_float32(v)
-        if q.shape[2] > LONG_SEQUENCE:
+        if q.shape[2] > LONG_SEQUENCE or v.dtype.itemsize == 2:
             samples = [
-                torch.stack([LongAttention.apply(*head, documents[i]) for head in zip(*tensors, strict=True)])  # type: ignore[no-untyped-call]
+                torch.stack([LongAttention.apply(*head, documents[i], v.dtype) for head in zip(*tensors, strict=True)])  # type: ignore[no-untyped-call]
                 for i, tensors in enumerate(zip(scaled, keys, values, strict=True))
             ]
             return torch.stack(samples).to(v.dtype)
         position = torch.arange(q.shape[2], device=q.device)
         hidden = (position[:, None] < position) | (documents[:, None, :, None] != documents[:, None, None, :])
         probabilities = (scaled @ keys.mT).masked_fill(hidden, -math.inf).softmax(dim=-1)
-        return (at_least_float32(probabilities.to(v.dtype)) @ values).to(v.dtype)
+        return probabilities @ values
 
     def rotation(self, sequence: int, dtype: torch.dtype) -> Tensor:
         """exp(i position theta^(-2 pair / head size)), (sequence, head size / 2), with scaled frequencies if the model

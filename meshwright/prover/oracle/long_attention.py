@@ -1,4 +1,6 @@
-"""Attention over long sequences: some queries at a time, and a backward pass that computes probabilities anew."""
+"""Attention with the backward pass of fused kernels: some queries at a time, and probabilities computed anew. In low
+precision it rounds where these kernels round, so that long sequences fit and the noise of the kernels is measured.
+"""
 
 from __future__ import annotations
 
@@ -13,18 +15,22 @@ SCORES = 1 << 18
 
 
 class LongAttention(torch.autograd.Function):
-    """softmax(q k) v for one head, (sequence, head size), with the document of every token; q is already scaled."""
+    """softmax(q k) v for one head, (sequence, head size), with the document of every token; q is already scaled. `low`
+    is the dtype of queries, keys and values: kernels round probabilities, the output and the gradient of scores to it.
+    """
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, documents: Tensor) -> Tensor:
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, documents: Tensor, low: torch.dtype) -> Tensor:
         out = torch.empty_like(v)
         for rows in query_blocks(len(q)):
-            out[rows] = probabilities(q, k, documents, rows) @ v[: rows.stop]
+            out[rows] = rounded(probabilities(q, k, documents, rows), low) @ v[: rows.stop]
+        out = rounded(out, low)
         ctx.save_for_backward(q, k, v, documents, out)
+        ctx.low = low
         return out
 
     @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, Tensor, None, None]:
         q, k, v, documents, out = ctx.saved_tensors
         (d_out,) = gradients
         d_q, d_k, d_v = torch.empty_like(q), torch.zeros_like(k), torch.zeros_like(v)
@@ -32,11 +38,11 @@ class LongAttention(torch.autograd.Function):
         for rows in query_blocks(len(q)):
             seen = slice(0, rows.stop)
             p = probabilities(q, k, documents, rows)
-            d_v[seen] += p.mT @ d_out[rows]
-            d_scores = (d_out[rows] @ v[seen].mT).sub_(mean[rows]).mul_(p)
+            d_v[seen] += rounded(p, ctx.low).mT @ d_out[rows]
+            d_scores = rounded((d_out[rows] @ v[seen].mT).sub_(mean[rows]).mul_(p), ctx.low)
             d_q[rows] = d_scores @ k[seen]
             d_k[seen] += d_scores.mT @ q[rows]
-        return d_q, d_k, d_v, None
+        return d_q, d_k, d_v, None, None
 
 
 def query_blocks(sequence: int) -> list[slice]:
@@ -52,3 +58,7 @@ def probabilities(q: Tensor, k: Tensor, documents: Tensor, rows: slice) -> Tenso
     if documents[0] != documents[-1]:
         scores.masked_fill_(documents[rows, None] != documents[: rows.stop], -math.inf)
     return scores.softmax(dim=-1)
+
+
+def rounded(x: Tensor, low: torch.dtype) -> Tensor:
+    return x.to(low).to(x.dtype)
