@@ -12,7 +12,7 @@ from meshwright.planner.describe import describe_plan, memory_by_class, memory_l
 from meshwright.planner.search.plan_result import PlanResult
 from meshwright.topology.schedule_timeline import Timeline, build_timeline
 
-WIDTH, LEFT, RIGHT, ROW = 1000, 170, 110, 26
+WIDTH, LEFT, RIGHT, ROW = 1000, 220, 110, 26
 """The width of a picture, the margins left and right of its bars, and the height of a row."""
 SPAN = WIDTH - LEFT - RIGHT
 MAX_CELLS = 6000
@@ -104,7 +104,7 @@ def legend_rows(entries: dict[str, str], y: float) -> list[list[str]]:
     rows: list[list[str]] = [[]]
     x = float(LEFT)
     for label, css_class in entries.items():
-        width = 26 + 6.6 * len(label)
+        width = 28 + 6.8 * len(label)
         if x + width > WIDTH and rows[-1]:
             rows.append([])
             x = float(LEFT)
