@@ -25,7 +25,7 @@ from typing import Any
 
 from meshwright.planner.calibration.estimator import estimate
 from meshwright.planner.calibration.leave_one_out import LeftOut, chip, leave_one_out
-from meshwright.planner.calibration.published.published_runs import PublishedRun, read_published_runs
+from meshwright.planner.calibration.published.published_runs import OUT_OF_RANGE, PublishedRun, read_published_runs
 from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.cost.step_time import estimate_step
 from meshwright.planner.workload.planned_job import PlannedJob
@@ -175,7 +175,7 @@ def replay(path: Path, leaves_out: bool = False) -> dict[str, Any]:
         try:
             replayed.append(replay_run(run))
         except (ArithmeticError, ValueError):
-            excluded[run.name] = "its sizes are out of the range in which the cost model can compute"
+            excluded[run.name] = OUT_OF_RANGE
     timed = [one.run for one in timed_runs(replayed)]
     by_source_left_out = leave_one_out(timed, lambda run: publisher(run.source)) if leaves_out else {}
     by_device_left_out = leave_one_out(timed, lambda run: chip(run.job.cluster.device.name)) if leaves_out else {}

@@ -9,6 +9,7 @@ from typing import Any
 
 from meshwright.config.reader import shorten
 from meshwright.errors import ConfigError
+from meshwright.models.architecture import Architecture
 from meshwright.planner.calibration.published.published_records import parse_count
 from meshwright.topology.layout import Layout
 
@@ -102,13 +103,15 @@ def parse_degrees(stated: dict[str, Any], devices: int, is_sharded: bool) -> Deg
     return Degrees(data, tensor or 1, pipeline or 1, context or 1, expert or 1, derived)
 
 
-def validate_degrees(degrees: Degrees, heads: int, experts: int, sequence: int) -> None:
+def validate_degrees(degrees: Degrees, model: Architecture, sequence: int) -> None:
     """Raises ConfigError if the sizes of a model do not divide into its degrees."""
-    if heads % degrees.tensor:
-        raise ConfigError(f"tp = {degrees.tensor} does not divide heads = {heads}")
-    if experts and experts % degrees.expert:
-        raise ConfigError(f"ep = {degrees.expert} does not divide experts = {experts}")
-    if degrees.expert > 1 and not experts:
+    if model.heads % degrees.tensor:
+        raise ConfigError(f"tp = {degrees.tensor} does not divide heads = {model.heads}")
+    if degrees.tensor > min(model.width, model.ffn, model.vocab):
+        raise ConfigError(f"tp = {degrees.tensor} is more than hidden, ffn or vocab")
+    if model.experts and model.experts % degrees.expert:
+        raise ConfigError(f"ep = {degrees.expert} does not divide experts = {model.experts}")
+    if degrees.expert > 1 and not model.experts:
         raise ConfigError(f"ep = {degrees.expert}, and the model has no experts")
     if sequence % degrees.context:
         raise ConfigError(f"cp = {degrees.context} does not divide seq = {sequence}")

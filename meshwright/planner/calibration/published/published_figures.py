@@ -18,6 +18,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Any
 
 from meshwright.errors import ConfigError
@@ -37,7 +38,7 @@ CONVENTIONS: tuple[tuple[str, str], ...] = (
 96 B s l h^2 those of Narayanan et al. 2021 without and with recomputation."""
 NEGATED_HARDWARE = re.compile(r"\b(?:no|not|non|without|excluding)(?: \w+)? (?:hardware|recompute|recomputation)\b")
 SOURCE_CONVENTIONS: tuple[tuple[str, str], ...] = (
-    (r"bigscience|narayanan|sc21", "hardware"),
+    (r"bigscience|\bbloom\b|2211\.05100|narayanan|sc21", "hardware"),
     (r"megatron-bridge|automodel|maxtext", "causal half"),
 )
 """A pattern in the source of a run that states no convention -> the one that its tokens per second agree with."""
@@ -71,27 +72,43 @@ def reported_flops(job: PlannedJob, convention: str) -> float:
     return job.tokens_per_step * per_token
 
 
-def parse_seconds(row: dict[str, Any], job: PlannedJob) -> tuple[float | None, tuple[str, ...]]:
-    """Returns the step time that a run reports or that follows from what it reports, and how it follows."""
-    reported, derived = row.get("reported", {}), row.get("derived") or {}
+@dataclass(frozen=True)
+class StepSeconds:
+    """The step time of a run."""
+
+    value: float | None
+    """None if the run reports nothing that it follows from"""
+    derived: tuple[str, ...] = ()
+    """how it follows from what the run reports"""
+    assumptions: tuple[str, ...] = ()
+
+
+def parse_seconds(row: dict[str, Any], job: PlannedJob) -> StepSeconds:
+    """Returns the step time that a run reports or that follows from what it reports."""
+    reported, derived = row["reported"], row.get("derived") or {}
     if reported.get("step_time_s") is not None:
-        return parse_measurement(reported, "step_time_s"), ()
+        return StepSeconds(parse_measurement(reported, "step_time_s"))
     if derived.get("step_time_s") is not None:
-        return parse_measurement(derived, "step_time_s"), ("step time that the collector derived from other figures",)
+        by_collector = "step time that the collector derived from other figures"
+        return StepSeconds(parse_measurement(derived, "step_time_s"), (by_collector,))
     if reported.get("samples_per_s") is not None:
-        return job.batch.global_ / parse_measurement(reported, "samples_per_s"), ()
+        return StepSeconds(job.batch.global_ / parse_measurement(reported, "samples_per_s"))
     for key, devices in (("tokens_per_s", 1), ("tokens_per_s_per_gpu", job.layout.ranks)):
         if reported.get(key) is not None:
-            return job.tokens_per_step / parse_measurement(reported, key) / devices, ()
+            return StepSeconds(job.tokens_per_step / parse_measurement(reported, key) / devices)
     convention, is_assumed = flop_convention(row)
     for key in ("tflops_per_gpu", "mfu", "hfu"):
         if reported.get(key) is None:
             continue
         counted = "hardware" if key == "hfu" else convention
         seconds = reported_flops(job, counted) / reported_rate(reported, key, job) / job.layout.ranks
-        assumed = ", which is assumed" if is_assumed and key != "hfu" else ""
-        return seconds, (f"step time from {key} with FLOPs of the convention {counted!r}{assumed}",)
-    return None, ()
+        assumed = f"FLOPs of the convention {counted!r}, which the run does not state"
+        return StepSeconds(
+            seconds,
+            (f"step time from {key} with FLOPs of the convention {counted!r}",),
+            (assumed,) if is_assumed and key != "hfu" else (),
+        )
+    return StepSeconds(None)
 
 
 def reported_rate(stated: dict[str, Any], key: str, job: PlannedJob) -> float:

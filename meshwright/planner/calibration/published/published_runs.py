@@ -38,6 +38,7 @@ from meshwright.planner.calibration.published.published_software import run_soft
 from meshwright.planner.calibration.published.unstated_settings import assume_settings, schedule_sizes
 from meshwright.planner.workload.planned_job import PlannedJob
 
+OUT_OF_RANGE = "its sizes are out of the range in which the cost model can compute"
 NOT_VALID = "its record is not valid"
 """How the reason for a record begins that has a field which is not possible."""
 
@@ -105,7 +106,9 @@ def read_published_runs(path: Path) -> tuple[list[PublishedRun], dict[str, str]]
         except ConfigError as error:
             excluded[name] = str(error)
             valid += 1
-    if not valid:
+        except (ArithmeticError, ValueError):
+            excluded[name] = OUT_OF_RANGE
+    if first_invalid and not valid:
         raise invalid_file(path, first_invalid)
     return runs, excluded
 
@@ -132,7 +135,7 @@ def parse_run(row: dict[str, Any], name: str, budget: PassBudget | None = None) 
         trainer = replace(trainer, sequence_parallel=parse_flag(stated, "sp"))
     sequence = parse_count(row["model"], "seq")
     degrees = parse_degrees(stated, devices, sharding.kind not in (None, "none"))
-    validate_degrees(degrees, model.sizes.heads, model.sizes.experts, sequence)
+    validate_degrees(degrees, model.sizes, sequence)
     unstated = set() if sharding.kind else {"sharding"}
     kind = sharding.kind or trainer.default_sharding
     fsdp_degree, assumed_degree = parse_fsdp_degree(stated, sharding, degrees, cluster.devices_per_node)
@@ -163,7 +166,7 @@ def parse_run(row: dict[str, Any], name: str, budget: PassBudget | None = None) 
     )
     (budget or PassBudget()).add(schedule_sizes(job, frozenset(unstated)))
     assumed = assume_settings(job, frozenset(unstated))
-    seconds, how = parse_seconds(row, assumed.job)
+    seconds = parse_seconds(row, assumed.job)
     memory, memory_kind = parse_memory(row["reported"], notes)
     read_as = (*software.assumptions, *sharding.assumptions, *assumed_degree, *schedule.assumptions)
     default_precision = f"{UNSTATED_PRECISION}, which the run does not state" if row.get("precision") is None else ""
@@ -172,13 +175,13 @@ def parse_run(row: dict[str, Any], name: str, budget: PassBudget | None = None) 
         name,
         source,
         assumed.job,
-        seconds,
+        seconds.value,
         memory,
         memory_kind,
         out_of_memory=parse_flag(row["reported"], "oom"),
         flagged=bool(row.get("quality_flags")),
-        assumptions=(*read_as, *assumed.assumptions),
-        derived=(*degrees.derived, *how, *defaults, *default_sharding(assumed.job, unstated)),
+        assumptions=(*read_as, *assumed.assumptions, *seconds.assumptions),
+        derived=(*degrees.derived, *seconds.derived, *defaults, *default_sharding(assumed.job, unstated)),
         alternatives=assumed.alternatives,
         offloaded=assumed.offloaded,
         made_to_fit=assumed.made_to_fit,

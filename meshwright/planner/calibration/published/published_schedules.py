@@ -36,12 +36,12 @@ NAMES: tuple[tuple[str, str, bool], ...] = (
     (r"looped|breadth|\bbfs\b", "interleaved", False),
     (r"inter ?leav|virtual", "interleaved", True),
     (r"gpipe|afab|all ?forward|f ?then ?b", "gpipe", True),
-    (r"1 ?f ?1 ?b|one forward|pipedream|dapple", "1f1b", True),
+    (r"1 ?f ?1 ?b|one ?f(?:orward)? ?one ?b|pipedream|dapple", "1f1b", True),
 )
 """A pattern in a run's name of its schedule -> the planner's schedule, and whether it is the same; the first match
 counts. V-Half and V-Min are ZB-V with less memory; DualPipe has a second copy of the parameters."""
 EXACT_NAMES = re.compile(r"(?:schedule )?zb ?v(?: ?zero ?bubble)?")
-NEGATED = re.compile(r"\b(?:no|non|not|without) ?\w+")
+NEGATED = re.compile(r"\b(?:no|non|not|without) \w+")
 
 
 @dataclass(frozen=True)
@@ -100,12 +100,18 @@ def parse_schedule(stated: dict[str, Any], software: Software, pipeline: int, la
     if text and not is_same:
         assumptions.append(f"schedule {name or '1f1b'} in place of {shorten(text)!r}, which the planner does not know")
     if name in (None, "1f1b", "interleaved"):
-        unstated = name is None and not text and software.profile.interleaves
-        stages = stages or (2 if name == "interleaved" else None if unstated else 1)
+        is_unstated = stages is None and (name == "interleaved" or not text) and software.profile.interleaves
+        if stages is None and name == "interleaved" and not is_unstated:
+            stages = find_schedule(name).default_stages
+            assumptions.append(f"{stages} stages per pipeline rank, which the run does not state")
+        elif stages is None and not is_unstated:
+            stages = 1
         name = "interleaved" if (stages or 1) > 1 else "1f1b"
     else:
         schedule = find_schedule(name)
-        stages = stages or (1 if schedule.min_stages == 1 and "inter" not in text.lower() else schedule.default_stages)
+        if stages is None:
+            single = schedule.min_stages == 1 and "inter" not in text.lower()
+            stages = 1 if single else schedule.default_stages
         if stages < schedule.min_stages or (schedule.max_stages and stages > schedule.max_stages):
             raise ConfigError(f"schedule {shorten(text)!r} does not have vpp = {stages} stages per rank")
     validate_stages(pipeline, stages or 1, layers)

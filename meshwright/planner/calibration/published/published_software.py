@@ -102,7 +102,8 @@ FLAGS = {
     "blockwise": r"block-?wise|sub-?channel|fp8-sc\b",
     "interleaved": r"interleaved",
 }
-NEGATIONS = r"\b(?:no|not|without|non)[- ](?:torch\.)?(?:{})"
+NEGATIONS = r"\b(?:no|not|without|non)[- ](?:torch\.)?(?:{0})|(?:{0})(?: ?[:=] ?| )(?:no|none|off|false|disabled)\b"
+"""How a text denies a flag: "without compile", "compile: off"."""
 
 
 @dataclass(frozen=True)
