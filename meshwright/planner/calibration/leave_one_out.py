@@ -21,7 +21,7 @@ from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.planner.workload.trainer_profile import TrainerProfile
 
 MAX_GROUPS = 64
-"""Limit on the sources or devices that are left out in turn: each is a fit of all trainers, of up to a minute."""
+"""Limit on the sources or devices that are left out in turn: each is a fit of all trainers, of a few seconds."""
 LeftOut = dict[str, float]
 """Name of a run -> relative error of its step time."""
 MEASURED_DEVICES = ("h200",)

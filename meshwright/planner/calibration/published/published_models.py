@@ -82,6 +82,8 @@ def parse_model(model: dict[str, Any]) -> ParsedModel:
     if experts:
         sizes, assumed = with_experts(sizes, model, experts, ffn)
         defaults += assumed
+    elif stated := [key for key in ("topk", "moe_ffn", "shared_experts") if optional_count(model, key)]:
+        raise ConfigError(f"it states {stated[0]!r} and no experts", "expected the number of experts, too")
     return with_stated_size(sizes, model, defaults)
 
 

@@ -1,6 +1,6 @@
 """Reads the records of a file of published runs, which is untrusted, and validates their form: types and lengths.
 
-A field that is not possible raises InvalidField. A field that is possible, but contradicts another one or is unknown,
+A field that is not possible raises InvalidRecordField. A field that is possible, but contradicts another one or is unknown,
 raises ConfigError. Both exclude the run and give the reason; a file in which no record is valid is refused.
 """
 
@@ -56,7 +56,7 @@ OPTIONAL_FIELDS: dict[str, dict[str, str]] = {
 """By object of a record, the other fields whose types matter; null is a field that is not stated."""
 
 
-class InvalidField(ConfigError):
+class InvalidRecordField(ConfigError):
     """A field of a record is not possible."""
 
 
@@ -76,20 +76,20 @@ def read_rows(path: Path) -> list[Any]:
 
 
 def record_name(row: Any, names: set[str]) -> str:
-    """Returns the id of a record and adds it to `names`; raises InvalidField if the record has none of its own."""
+    """Returns the id of a record and adds it to `names`; raises InvalidRecordField if the record has none of its own."""
     if not isinstance(row, dict):
-        raise InvalidField(f"it is {shorten(repr(row))} and not an object")
+        raise InvalidRecordField(f"it is {shorten(repr(row))} and not an object")
     name = row.get("id")
     if not isinstance(name, str) or not name or len(name) > MAX_NAME:
-        raise InvalidField(f"id is {shorten(repr(name))}, expected a text of at most {MAX_NAME} characters")
+        raise InvalidRecordField(f"id is {shorten(repr(name))}, expected a text of at most {MAX_NAME} characters")
     if name in names:
-        raise InvalidField("an earlier record has the same id")
+        raise InvalidRecordField("an earlier record has the same id")
     names.add(name)
     return name
 
 
 def validate_form(row: dict[str, Any]) -> None:
-    """Raises InvalidField if a field has another type than records have, or if a text is too long."""
+    """Raises InvalidRecordField if a field has another type than records have, or if a text is too long."""
     for key, kind in REQUIRED_FIELDS.items():
         validate_type(row, key, kind)
     for table, fields in OPTIONAL_FIELDS.items():
@@ -102,12 +102,12 @@ def validate_form(row: dict[str, Any]) -> None:
 def validate_type(values: Mapping[str, Any], key: str, kind: str) -> None:
     value = values.get(key)
     if not isinstance(value, TYPES[kind]) or (isinstance(value, bool) and bool not in TYPES[kind]):
-        raise InvalidField(f"{key} is {shorten(repr(value))}, expected {kind}")
+        raise InvalidRecordField(f"{key} is {shorten(repr(value))}, expected {kind}")
     texts = value if isinstance(value, list) else [value]
     if len(texts) > MAX_FLAGS or (isinstance(value, list) and not all(isinstance(text, str) for text in texts)):
-        raise InvalidField(f"{key} is {shorten(repr(value))}, expected at most {MAX_FLAGS} texts")
+        raise InvalidRecordField(f"{key} is {shorten(repr(value))}, expected at most {MAX_FLAGS} texts")
     if any(isinstance(text, str) and len(text) > MAX_TEXT for text in texts):
-        raise InvalidField(f"{key} has more than {MAX_TEXT:,} characters")
+        raise InvalidRecordField(f"{key} has more than {MAX_TEXT:,} characters")
 
 
 def parse_count(row: Mapping[str, Any], key: str, minimum: int = 1, maximum: int = MAX_COUNT) -> int:
@@ -116,10 +116,10 @@ def parse_count(row: Mapping[str, Any], key: str, minimum: int = 1, maximum: int
     if value is None:
         raise ConfigError(f"it does not state {key!r}")
     if isinstance(value, bool) or not isinstance(value, int | float) or value % 1 != 0:
-        raise InvalidField(f"{key} = {shorten(repr(value))} is not an integer")
+        raise InvalidRecordField(f"{key} = {shorten(repr(value))} is not an integer")
     if not minimum <= value <= maximum:
         expected = f"expected from {minimum:,} to {maximum:,}"
-        raise InvalidField(f"{key} = {shorten(str(value))} is out of range, {expected}")
+        raise InvalidRecordField(f"{key} = {shorten(str(value))} is out of range, {expected}")
     return int(value)
 
 
@@ -132,7 +132,7 @@ def parse_flag(row: Mapping[str, Any], key: str, unstated: bool = False) -> bool
     """Returns whether a field is true, or `unstated` if it is not stated."""
     value = row.get(key)
     if value is not None and not isinstance(value, bool):
-        raise InvalidField(f"{key} = {shorten(repr(value))} is neither true nor false")
+        raise InvalidRecordField(f"{key} = {shorten(repr(value))} is neither true nor false")
     return unstated if value is None else value
 
 
@@ -140,5 +140,5 @@ def parse_measurement(values: Mapping[str, Any], key: str) -> float:
     """Returns a number in the range of possible measurements."""
     value = values[key]
     if isinstance(value, bool) or not isinstance(value, int | float) or not 1e-6 <= value <= 1e12:
-        raise InvalidField(f"{key} = {shorten(repr(value))} is not a possible measurement")
+        raise InvalidRecordField(f"{key} = {shorten(repr(value))} is not a possible measurement")
     return float(value)

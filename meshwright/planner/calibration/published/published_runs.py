@@ -26,7 +26,7 @@ from meshwright.planner.calibration.published.published_fields import (
 from meshwright.planner.calibration.published.published_figures import parse_memory, parse_seconds
 from meshwright.planner.calibration.published.published_models import parse_model
 from meshwright.planner.calibration.published.published_records import (
-    InvalidField,
+    InvalidRecordField,
     parse_count,
     parse_flag,
     read_rows,
@@ -94,13 +94,13 @@ def read_published_runs(path: Path) -> tuple[list[PublishedRun], dict[str, str]]
     for index, row in enumerate(read_rows(path)):
         try:
             name = record_name(row, names)
-        except InvalidField as error:
+        except InvalidRecordField as error:
             shown = f" ({shorten(repr(row['id']))})" if isinstance(row, dict) and "id" in row else ""
             raise invalid_file(path, f"record {index}{shown} is not valid: {error}") from None
         try:
             runs.append(parse_run(row, name, budget))
             valid += 1
-        except InvalidField as error:
+        except InvalidRecordField as error:
             excluded[name] = f"{NOT_VALID}: {error}"
             first_invalid = first_invalid or f"record {index} ({shorten(repr(name))}) is not valid: {error}"
         except ConfigError as error:

@@ -13,7 +13,7 @@ from typing import Any
 from meshwright.config import Batch
 from meshwright.config.reader import shorten
 from meshwright.errors import ConfigError
-from meshwright.planner.calibration.published.published_records import InvalidField, parse_count
+from meshwright.planner.calibration.published.published_records import InvalidRecordField, parse_count
 from meshwright.planner.calibration.published.published_software import Software
 from meshwright.planner.cost.trace.schedule_passes import ScheduleSize, shortened
 from meshwright.topology.schedules import find_schedule
@@ -128,11 +128,13 @@ def schedule_name(text: str) -> tuple[str | None, bool]:
 
 
 def validate_stages(pipeline: int, stages: int, layers: int) -> None:
-    """Raises ConfigError if the layers do not fill the stages, and InvalidField if there are too many stages."""
+    """Raises ConfigError if the layers do not fill the stages, and InvalidRecordField if there are too many stages."""
     if pipeline * stages > layers + 2:  # embedding and head may be stages of their own
         raise ConfigError(f"{layers} layers cannot be split into {pipeline} x {stages} pipeline stages")
     if pipeline * stages > MAX_STAGES:
-        raise InvalidField(f"pp x vpp = {pipeline} x {stages} is out of range, expected at most {MAX_STAGES} stages")
+        raise InvalidRecordField(
+            f"pp x vpp = {pipeline} x {stages} is out of range, expected at most {MAX_STAGES} stages"
+        )
 
 
 def parse_batch(row: dict[str, Any], software: Software, data: int, stage_count: int) -> Batch:
@@ -152,7 +154,7 @@ def parse_batch(row: dict[str, Any], software: Software, data: int, stage_count:
         )
     accumulation = local_batch // micro
     if accumulation > MAX_MICRO_BATCHES:
-        raise InvalidField(
+        raise InvalidRecordField(
             f"{accumulation:,} micro-batches per step are out of range, expected at most {MAX_MICRO_BATCHES:,}"
         )
     return Batch(global_batch, micro, data, accumulation)
