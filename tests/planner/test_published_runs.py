@@ -13,7 +13,6 @@ from planned_cases import untrainable_workload
 from meshwright.errors import ConfigError
 from meshwright.planner.calibration.published.published_figures import parse_memory
 from meshwright.planner.calibration.published.published_runs import parse_run, read_published_runs
-from meshwright.planner.calibration.published.published_tables import COLUMNS, SECONDS
 from meshwright.planner.calibration.replay import replay, replay_run
 from meshwright.planner.hardware.cluster import preset_cluster
 from meshwright.planner.search.candidate import Candidate, candidate_trainer
@@ -286,41 +285,7 @@ def test_run_that_ran_and_is_predicted_not_to_fit_is_a_false_out_of_memory_unles
     assert scores["NVIDIA/Megatron-LM"] == (0, 0)
 
 
-# Tables and trainers.
-
-
-def test_single_node_table_is_replayed(tmp_path: Path) -> None:
-    path = tmp_path / "single_node.csv"
-    header = (
-        "# GPUs,global batch,micro batch,hidden size,attention heads,# layers,sequence length,tensor parallelism,"
-        "data parallelism,pipeline parallelism,iteration time (ms)"
-    )
-    path.write_text(f"{header}\n4,16,4,2048,16,24,1024,1,2,2,410.490577\n8,32,2,1024,16,16,1024,4,2,1,457.697031\n")
-    runs, excluded = read_published_runs(path)
-    assert not excluded
-    assert [run.seconds for run in runs] == [pytest.approx(0.410490577), pytest.approx(0.457697031)]
-    assert all(run.fully_stated for run in runs)
-    assert all(abs(replay_run(run).error or 1.0) < 0.2 for run in runs)
-
-
-@pytest.mark.parametrize(
-    ("text", "message"), [("a,b\n1,2\n", "without the column '# GPUs'"), ("", "without the column"), ("x", "without")]
-)
-def test_other_tables_are_a_one_line_error(tmp_path: Path, text: str, message: str) -> None:
-    path = tmp_path / "table.csv"
-    path.write_text(text)
-    with pytest.raises(ConfigError, match=message):
-        read_published_runs(path)
-
-
-@pytest.mark.parametrize("cell", ["", "many"])
-def test_cell_without_a_number_is_named(tmp_path: Path, cell: str) -> None:
-    path = tmp_path / "table.csv"
-    path.write_text(
-        f"{','.join((*COLUMNS, SECONDS))}\n4,16,4,2048,16,24,1024,1,2,{cell or '2'}{'' if not cell else ',4'}\n"
-    )
-    with pytest.raises(ConfigError, match="line 2 has no number in the column"):
-        read_published_runs(path)
+# Memory and trainers.
 
 
 def test_memory_of_torch_is_in_gib_and_that_of_nvidia_smi_in_gb() -> None:
@@ -384,10 +349,3 @@ def test_quantized_inputs_are_saved_alike_in_a_replay_and_in_a_plan() -> None:
     in_bf16, _ = candidate_trainer(replace(work, precision="bf16"), preset_cluster("h100", 8), candidate)
     assert not in_bf16.saves_quantized_inputs
     assert not with_matmul_precision(TORCHTITAN, "fp8").saves_quantized_inputs
-
-
-def test_long_header_of_a_table_is_refused(tmp_path):
-    path = tmp_path / "table.csv"
-    path.write_text("x" * 200_000 + ",b\n1,2\n")
-    with pytest.raises(ConfigError, match="is not valid"):
-        read_published_runs(path)

@@ -239,14 +239,17 @@ def test_null_is_a_figure_that_is_not_stated(key):
 
 @pytest.mark.parametrize(
     ("content", "message"),
-    [(b"[" + b"9" * 5000 + b"]", "has a number with too many digits"), (b"\xff", "is not JSON")],
+    [
+        (b"[" + b"9" * 5000 + b"]", "has a number with too many digits"),
+        (b"\xff", "is not JSON: it is not text in UTF-8"),
+    ],
 )
 def test_numbers_with_too_many_digits_are_named_without_python(content, message, tmp_path):
     path = tmp_path / "runs.json"
     path.write_bytes(content)
     with pytest.raises(ConfigError, match=message) as raised:
         read_published_runs(path)
-    assert "sys." not in str(raised.value)
+    assert not any(word in str(raised.value) for word in ("sys.", "codec"))
 
 
 @pytest.mark.parametrize(

@@ -1,7 +1,7 @@
 """Reads the records of a file of published runs, which is untrusted, and validates their form: types and lengths.
 
-A field that is not possible raises InvalidRecordField. A field that is possible, but contradicts another one or is unknown,
-raises ConfigError. Both exclude the run and give the reason; a file in which no record is valid is refused.
+A field that is not possible raises InvalidRecordField. A field that is possible, but contradicts another one or is
+unknown, raises ConfigError. Both exclude the run and give the reason; a file in which no record is valid is refused.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def read_rows(path: Path) -> list[Any]:
 
 
 def record_name(row: Any, names: set[str]) -> str:
-    """Returns the id of a record and adds it to `names`; raises InvalidRecordField if the record has none of its own."""
+    """Returns the id of a record and adds it to `names`. Raises InvalidRecordField if it has none of its own."""
     if not isinstance(row, dict):
         raise InvalidRecordField(f"it is {shorten(repr(row))} and not an object")
     name = row.get("id")
