@@ -123,7 +123,9 @@ def parse_json(content: bytes, name: str, expected: str, *, unique_keys: bool = 
         value = json.loads(content.decode(), object_pairs_hook=unique_object if unique_keys else None)
     except RecursionError:
         raise too_deep from None
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+    except UnicodeDecodeError:
+        raise ConfigError(f"{name} is not JSON: it is not text in UTF-8", f"expected {expected}") from None
+    except json.JSONDecodeError as error:
         raise ConfigError(f"{name} is not JSON: {error}", f"expected {expected}") from None
     except ValueError:  # Python's limit on the digits of an integer
         raise ConfigError(f"{name} has a number with too many digits", f"expected {expected}") from None

@@ -25,6 +25,8 @@ def with_expert_load(work: Workload, load: str | float | Path) -> Workload:
     experts = work.model.experts
     if not experts:
         raise ConfigError("a load of experts is given for a model without experts", "try it without --expert-load")
+    if not str(load).strip():
+        raise ConfigError("the load of experts is empty", f"expected 1 to {experts}, or a run folder")
     try:
         imbalance = float(str(load))
     except ValueError:

@@ -123,6 +123,8 @@ def plan_run(
 
     if critical_batch is not None and not 0 < critical_batch < float("inf"):
         raise ConfigError(f"critical batch {critical_batch} is out of range", "expected a number of tokens above 0")
+    if critical_batch is not None and not scale:
+        raise ConfigError("a critical batch is given without scaling", "try it with --scale (scale=True)")
     if price is not None and not 0 <= price < float("inf"):
         raise ConfigError(f"price {price} is out of range", "expected the price of a GPU-hour")
     if price is not None and tokens is None:

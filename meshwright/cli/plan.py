@@ -11,6 +11,7 @@ from meshwright.cli.output import emit_json, emit_text
 from meshwright.errors import ConfigError
 
 MAX_SIZE = 1 << 24
+DEFAULT_CLUSTER, DEFAULT_TRAINER, DEFAULT_TOP = "h100", "meshwright", 5
 
 
 def plan(
@@ -18,24 +19,25 @@ def plan(
         str | None, positional("MODEL", "preset, run file, or config.json of a Hugging Face model; or --model")
     ] = None,
     cluster: Annotated[
-        str,
+        str | None,
         option(
             "CLUSTER",
-            "h100 (one node), h100:4 (devices), h100:8x16 (16 nodes of 8), a cluster file, or here (this machine)",
+            "h100 (one node), h100:4 (devices), h100:8x16 (16 nodes of 8), a cluster file, or here (this machine) "
+            "(default: h100)",
         ),
-    ] = "h100",
+    ] = None,
     ranks: Annotated[int | None, option("N", "number of devices to use (default: all of the cluster)")] = None,
     batch: Annotated[int | None, option("N", "samples per optimizer step, over all ranks (default: the run's)")] = None,
     sequence: Annotated[int | None, option("N", "tokens per sample (default: the run's)")] = None,
     precision: Annotated[str | None, option("DTYPE", "fp32, bf16, fp16, fp64, fp8 or fp4 (default: the run's)")] = None,
     trainer: Annotated[
-        str,
+        str | None,
         option(
             "NAME",
             "trainer to plan for: meshwright, megatron, nemo, torchtitan, deepspeed, llm-foundry, nanotron, meta-2024, "
-            "hai-llm; its layouts, speed and FLOP count",
+            "hai-llm; its layouts, speed and FLOP count (default: meshwright)",
         ),
-    ] = "meshwright",
+    ] = None,
     headroom: Annotated[
         float | None, option("SHARE", "share of device memory that a plan leaves free (default: 0.08)")
     ] = None,
@@ -47,7 +49,7 @@ def plan(
             "loads (default: 1)",
         ),
     ] = None,
-    top: Annotated[int, option("K", "number of plans to list")] = 5,
+    top: Annotated[int | None, option("K", "number of plans to list (default: 5)")] = None,
     all: Annotated[bool, flag("list similar plans, too, not only the best one of each family of layouts")] = False,
     tokens: Annotated[
         str | None, option("TOKENS", "token budget, such as 15T or 300B: also state its GPU-hours and energy")
@@ -82,6 +84,13 @@ def plan(
     if replay is not None:
         if config is not None:
             raise ConfigError(f"--replay plans no model, but {config} is given", "try it without the model")
+        plan_options = {
+            "--cluster": cluster, "--ranks": ranks, "--batch": batch, "--sequence": sequence, "--precision": precision,
+            "--trainer": trainer, "--headroom": headroom, "--expert-load": expert_load, "--top": top,
+            "--all": all or None, "--tokens": tokens, "--price": price, "--explain": explain, "--scale": scale or None,
+            "--critical-batch": critical_batch, "--html": html, "--out": out,
+        }  # fmt: skip
+        refuse_plan_options(plan_options, entry_points, overrides)
         if replay.is_dir():
             replay_own_runs(replay, json)
         else:
@@ -99,6 +108,9 @@ def plan(
     from meshwright.planner.search.plan_result import plan_json, plan_toml, trainable_config
     from meshwright.planner.search.run_cost import parse_tokens
 
+    cluster = DEFAULT_CLUSTER if cluster is None else cluster
+    trainer = DEFAULT_TRAINER if trainer is None else trainer
+    top = DEFAULT_TOP if top is None else top
     for name, number in (("--ranks", ranks), ("--batch", batch), ("--sequence", sequence), ("--top", top)):
         if number is not None and not 1 <= number <= MAX_SIZE:
             raise ConfigError(f"{name} {str(number)[:24]} is out of range", f"expected 1 to {MAX_SIZE:,}")
@@ -139,6 +151,17 @@ def plan(
     for path, _ in written:
         if path is not None:
             emit_text(f"written: {path}")
+
+
+def refuse_plan_options(
+    options: Mapping[str, object], entry_points: Mapping[str, str], overrides: tuple[str, ...]
+) -> None:
+    """Raises ConfigError if an option of a plan is given to --replay, which would ignore it."""
+    given = [name for name, value in options.items() if value is not None]
+    given += [f"--{name.replace('_', '-')}" for name in entry_points]
+    given += [setting.partition("=")[0] for setting in overrides]
+    if given:
+        raise ConfigError(f"--replay plans no model, but {given[0]} is given", f"try it without {given[0]}")
 
 
 def replay_published_runs(records: Path, json: bool, leave_one_out: bool) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,14 @@ import pytest
 
 from meshwright.planner.calibration import leave_one_out as module
 from meshwright.planner.calibration.leave_one_out import chip, leave_one_out, unfitted_device
-from meshwright.planner.calibration.profile_fit import BOUNDS, fit_fields, loss, starting_values
+from meshwright.planner.calibration.profile_fit import (
+    BOUNDS,
+    MAX_FITTED_RUNS,
+    evenly_spaced,
+    fit_fields,
+    loss,
+    starting_values,
+)
 from meshwright.planner.calibration.published.published_runs import PublishedRun, parse_run
 from meshwright.planner.calibration.replay import publisher
 from meshwright.planner.cost.step_time import estimate_step
@@ -82,6 +90,15 @@ def test_fit_recovers_a_constant_that_made_the_step_times() -> None:
     values = fit_fields(made)
     assert loss(made, values) < 0.3 * loss(made, starting_values())
     assert all(low <= values[name] <= high for name, (low, high) in BOUNDS.items())
+
+
+@pytest.mark.parametrize("count", [1, 23, 24, 25, 47, 48, 49, 129])
+def test_fit_uses_at_most_so_many_runs_evenly_spaced(count: int) -> None:
+    numbers: list[Any] = list(range(count))
+    chosen = evenly_spaced(numbers)
+    assert len(chosen) == min(count, MAX_FITTED_RUNS) == len(set(chosen))
+    gaps = [after - before for before, after in pairwise([*chosen, count])]
+    assert max(gaps) - min(gaps) <= 1
 
 
 def test_fit_without_runs_stays_at_the_start() -> None:

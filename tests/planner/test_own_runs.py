@@ -120,6 +120,18 @@ def test_number_of_runs_is_bounded(tmp_path, monkeypatch):
     assert [len(replayed[key]) for key in ("records", "left_out")] == [2, 2]
 
 
+def test_folder_with_more_entries_than_are_read_is_said_to_be_cut(tmp_path, monkeypatch, capsys):
+    for index in range(3):
+        write_run(tmp_path, str(index), 1.0 + index)
+    assert replay_own_runs(tmp_path)["notes"] == []
+    monkeypatch.setattr(own_runs, "MAX_ENTRIES", 2)
+    note = "the folder has more than 2 entries, and the others are not read"
+    replayed = replay_own_runs(tmp_path)
+    assert (len(replayed["records"]), replayed["notes"]) == (2, [note])
+    main(["plan", "--replay", str(tmp_path)])
+    assert note in capsys.readouterr().out
+
+
 def test_folder_without_finished_runs_is_an_error(tmp_path):
     with pytest.raises(ConfigError, match="no finished run of"):
         replay_own_runs(tmp_path)

@@ -36,6 +36,8 @@ def show_own_runs(replayed: dict[str, Any], console: Console | None = None) -> N
         f"[dim]{runs} on {machines}, {len(left_out)} excluded, "
         f"{hidden} not shown (--json gives all, and the reasons)[/]"
     )
+    for note in replayed["notes"]:
+        console.print(f"[dim]{note}[/]")
 
 
 def run_table(records: list[dict[str, Any]]) -> Table:
@@ -60,7 +62,7 @@ def score_table(scores: list[dict[str, Any]]) -> Table:
     for heading in ("figure", "runs", "corrected\nruns", "median\nbefore", "after", "90th percentile\nbefore", "after"):
         table.add_column(heading, justify="left" if heading == "figure" else "right")
     for score in scores:
-        errors = (score[key][name] for name in ("median", "ninth") for key in ("before", "after"))
+        errors = (score[key][name] for name in ("median", "percentile_90") for key in ("before", "after"))
         table.add_row(
             {"seconds": "step time"}.get(score["figure"], score["figure"]),
             str(score["runs"]),

@@ -10,8 +10,11 @@ from rich.text import Text
 
 from meshwright.io import format_number_of, format_percent, printable
 from meshwright.observe.console import make_console
+from meshwright.planner.calibration.published.published_runs import NOT_VALID
 
 MAX_SOURCE_LENGTH = 60
+MAX_REASONS = 5
+"""Records that are not valid of which the reason is shown; --json gives all."""
 TOTALS = ("fully stated", "all")
 """Rows over all sources, in bold."""
 TIME_CAPTION = "Errors are absolute errors of the step time. Inside: runs within their 80 % interval."
@@ -37,15 +40,20 @@ def show_replay(replayed: dict[str, Any], console: Console | None = None) -> Non
     console.print()
     console.print(memory_table(scores))
     console.print()
-    runs, excluded = format_number_of(len(replayed["records"]), "run"), len(replayed["left_out"])
-    console.print(f"[dim]{runs} predicted, {excluded} excluded (--json gives the reasons)[/]")
+    runs, left_out = format_number_of(len(replayed["records"]), "run"), replayed["left_out"]
+    console.print(f"[dim]{runs} predicted, {len(left_out)} excluded (--json gives the reasons)[/]")
+    not_valid = {name: reason for name, reason in left_out.items() if reason.startswith(NOT_VALID)}
+    for name, reason in [*not_valid.items()][:MAX_REASONS]:
+        console.print(Text(printable(f"{name[:MAX_SOURCE_LENGTH]}: {reason}")), style="dim")
+    if len(not_valid) > MAX_REASONS:
+        console.print(f"[dim]{len(not_valid) - MAX_REASONS} more records are not valid[/]")
 
 
 def time_table(scores: list[dict[str, Any]]) -> Table:
     """Builds the table of step-time errors."""
     leaves_out = any(score["source_left_out"] is not None for score in scores)
     headings = ["timed\nruns", "median\nerror", "90th\npercentile", "inside\n80 %\ninterval"]
-    keys = ["median", "ninth", "inside"]
+    keys = ["median", "percentile_90", "inside"]
     if leaves_out:
         headings += ["source\nleft\nout", "device\nleft\nout"]
         keys += ["source_left_out", "device_left_out"]
@@ -73,16 +81,17 @@ def memory_table(scores: list[dict[str, Any]]) -> Table:
     )
     table = score_table("Memory and ranking of layouts", MEMORY_CAPTION, headings)
     for score in scores:
-        if not (score["weighed"] or score["oom"] or score["could_be_wrong"] or score["sweeps"]):
+        out_of_memory, completed = score["out_of_memory"], score["completed_runs"]
+        if not (score["memory_runs"] or out_of_memory or completed or score["sweeps"]):
             continue
         add_score(
             table,
             score,
             format_error(score["memory_median"]),
-            format_error(score["memory_ninth"]),
+            format_error(score["memory_percentile_90"]),
             format_error(score["memory_bias"]),
-            f"{score['oom_right']}/{score['oom']}" if score["oom"] else "",
-            f"{score['wrongly']}/{score['could_be_wrong']}" if score["could_be_wrong"] else "",
+            f"{score['out_of_memory_found']}/{out_of_memory}" if out_of_memory else "",
+            f"{score['false_out_of_memory']}/{completed}" if completed else "",
             str(score["sweeps"] or ""),
             "" if score["tau"] is None else f"{score['tau']:.2f}",
             format_error(score["regret"]),

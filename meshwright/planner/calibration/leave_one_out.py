@@ -13,12 +13,15 @@ from collections.abc import Callable
 from dataclasses import replace
 from statistics import mean
 
+from meshwright.errors import ConfigError
 from meshwright.planner.calibration.profile_fit import fit_fields, fit_own_fields, predicted_error
 from meshwright.planner.calibration.published.published_runs import PublishedRun
 from meshwright.planner.hardware.cluster import NODE_TYPES
 from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.planner.workload.trainer_profile import TrainerProfile
 
+MAX_GROUPS = 64
+"""Limit on the sources or devices that are left out in turn: each is a fit of all trainers, of a few seconds."""
 LeftOut = dict[str, float]
 """Name of a run -> relative error of its step time."""
 MEASURED_DEVICES = ("h200",)
@@ -52,7 +55,13 @@ def family(trainer: TrainerProfile) -> str:
 def leave_one_out(runs: list[PublishedRun], group: Callable[[PublishedRun], str]) -> LeftOut:
     """Returns the error of every run, predicted with constants that no run of its group contributed to."""
     errors: LeftOut = {}
-    for left_out in sorted({group(run) for run in runs}):
+    groups = sorted({group(run) for run in runs})
+    if len(groups) > MAX_GROUPS:
+        raise ConfigError(
+            f"--leave-one-out would fit all trainers {len(groups):,} times, without each source",
+            f"expected runs of at most {MAX_GROUPS} sources",
+        )
+    for left_out in groups:
         others = [run for run in runs if group(run) != left_out]
         devices = {run.job.cluster.device.name for run in others}
         fitted: dict[str, dict[str, float]] = {}

@@ -64,28 +64,35 @@ def replay_own_runs(folder: Path) -> dict[str, Any]:
     Args:
         folder: a folder of run folders.
     """
-    runs, left_out = read_runs(folder)
+    runs, left_out, is_complete = read_runs(folder)
     if not runs:
+        read = "" if is_complete else f" among its first {MAX_ENTRIES:,} entries"
         raise ConfigError(
-            f"no finished run of {folder} has a prediction to compare",
+            f"no finished run of {folder}{read} has a prediction to compare",
             "expected run folders of `meshwright train` with at least ten timed steps on a measured machine "
             "(meshwright plan measure)",
         )
     records = [replay_run(run, runs) for run in runs]
+    cut = f"the folder has more than {MAX_ENTRIES:,} entries, and the others are not read"
     return {
         "folder": str(folder),
         "machines": len({run.machine for run in runs}),
         "records": records,
         "scores": [score(figure, records) for figure in FIGURES],
         "left_out": left_out,
+        "notes": [] if is_complete else [cut],
     }
 
 
-def read_runs(folder: Path) -> tuple[list[OwnRun], list[dict[str, str]]]:
-    """Reads the run folders in a folder. A copy of a run is left out: it would correct itself."""
+def read_runs(folder: Path) -> tuple[list[OwnRun], list[dict[str, str]], bool]:
+    """Reads the run folders in a folder. A copy of a run is left out: it would correct itself.
+
+    Returns the runs, the reason for each one that is left out, and whether all entries of the folder were read.
+    """
     try:
         with os.scandir(folder) as entries:
             names = sorted(entry.name for entry in islice(entries, MAX_ENTRIES) if entry.is_dir(follow_symlinks=False))
+            is_complete = next(entries, None) is None
     except OSError as error:
         raise ConfigError(f"--replay {folder}: {error.strerror}", "expected a folder of run folders") from None
     runs: list[OwnRun] = []
@@ -100,7 +107,7 @@ def read_runs(folder: Path) -> tuple[list[OwnRun], list[dict[str, str]]]:
             left_out.append({"id": name, "reason": f"a copy of {copy.name}"})
         else:
             runs.append(run)
-    return runs, left_out
+    return runs, left_out, is_complete
 
 
 def read_run(folder: Path, name: str) -> OwnRun | str:
@@ -162,6 +169,6 @@ def score(figure: str, records: Sequence[dict[str, Any]]) -> dict[str, Any]:
         weights = [1.0] * len(errors)
         result[key] = {
             name: quantile(errors, weights, fraction) if errors else None
-            for name, fraction in (("median", 0.5), ("ninth", 0.9))
+            for name, fraction in (("median", 0.5), ("percentile_90", 0.9))
         }
     return result

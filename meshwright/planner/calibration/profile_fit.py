@@ -51,7 +51,7 @@ FITTED_FIELDS = (*BOUNDS, *OWN_FIELDS, "moe_layer_launch_seconds")
 STEPS = ((0.6, 1.7), (0.8, 1.25))
 """By round, the factors that a field tries."""
 MAX_FITTED_RUNS = 24
-"""Runs that a fit uses, evenly spaced over those that there are."""
+"""Limit on the runs that a fit uses, evenly spaced over those that there are."""
 PENALTY = 0.003
 """Weight of the squared distance of a field from its start, in the logarithm."""
 MAX_ERROR = 0.3
@@ -69,8 +69,7 @@ def fit_fields(runs: list[PublishedRun]) -> dict[str, float]:
     values = starting_values()
     if not runs:
         return values
-    stride = max(1, len(runs) // MAX_FITTED_RUNS)
-    chosen = runs[::stride]
+    chosen = evenly_spaced(runs)
     best = loss(chosen, values)
     relevant = {name: bounds for name, bounds in BOUNDS.items() if matters(chosen, name, values)}
     for factors in STEPS:
@@ -81,6 +80,12 @@ def fit_fields(runs: list[PublishedRun]) -> dict[str, float]:
                 if attempt[name] != values[name] and (error := loss(chosen, attempt)) < best:
                     best, values = error, attempt
     return values
+
+
+def evenly_spaced(runs: list[PublishedRun]) -> list[PublishedRun]:
+    """At most MAX_FITTED_RUNS of these runs, from the first one on."""
+    count = min(len(runs), MAX_FITTED_RUNS)
+    return [runs[index * len(runs) // count] for index in range(count)]
 
 
 def matters(runs: list[PublishedRun], name: str, values: dict[str, float]) -> bool:
@@ -95,7 +100,7 @@ def fit_own_fields(runs: list[PublishedRun], values: dict[str, float]) -> dict[s
     if not runs:
         default = TrainerProfile("unknown")
         return values | {name: getattr(default, name) for name in EXPERT_FIELDS}
-    chosen = runs[:: max(1, len(runs) // MAX_FITTED_RUNS)]
+    chosen = evenly_spaced(runs)
     for name, choices in OWN_FIELDS.items():
         if all(getattr(run.job.trainer, name) == choices[0] for run in chosen):
             continue  # the profile of this trainer does not use the field

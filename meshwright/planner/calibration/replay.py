@@ -25,7 +25,7 @@ from typing import Any
 
 from meshwright.planner.calibration.estimator import estimate
 from meshwright.planner.calibration.leave_one_out import LeftOut, chip, leave_one_out
-from meshwright.planner.calibration.published.published_runs import PublishedRun, read_published_runs
+from meshwright.planner.calibration.published.published_runs import OUT_OF_RANGE, PublishedRun, read_published_runs
 from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.cost.step_time import estimate_step
 from meshwright.planner.workload.planned_job import PlannedJob
@@ -105,7 +105,7 @@ class SourceScore:
     """runs that failed for lack of memory"""
     out_of_memory_found: int
     """those of them that are predicted not to fit"""
-    could_be_false: int
+    completed_runs: int
     """runs that ran, without those whose settings were assumed such that they fit"""
     false_out_of_memory: int
     """those of them that are predicted not to fit"""
@@ -125,23 +125,23 @@ class SourceScore:
             "runs": self.runs,
             "timed": self.timed_runs,
             "median": self.median_error,
-            "ninth": self.p90_error,
+            "percentile_90": self.p90_error,
             "mean": self.mean_error,
             "source_left_out": self.source_left_out,
             "device_left_out": self.device_left_out,
             "inside": self.inside_interval,
-            "weighed": self.memory_runs,
+            "memory_runs": self.memory_runs,
             "memory_median": self.memory_median_error,
-            "memory_ninth": self.memory_p90_error,
+            "memory_percentile_90": self.memory_p90_error,
             "memory_bias": self.memory_bias,
-            "oom": self.out_of_memory,
-            "oom_right": self.out_of_memory_found,
-            "could_be_wrong": self.could_be_false,
-            "wrongly": self.false_out_of_memory,
+            "out_of_memory": self.out_of_memory,
+            "out_of_memory_found": self.out_of_memory_found,
+            "completed_runs": self.completed_runs,
+            "false_out_of_memory": self.false_out_of_memory,
             "sweeps": self.sweeps,
             "tau": self.kendall_tau,
             "regret": self.mean_regret,
-            "worst": self.max_regret,
+            "max_regret": self.max_regret,
         }
 
 
@@ -174,8 +174,8 @@ def replay(path: Path, leaves_out: bool = False) -> dict[str, Any]:
             continue
         try:
             replayed.append(replay_run(run))
-        except (ArithmeticError, LookupError, ValueError) as error:
-            excluded[run.name] = f"it cannot be estimated: {error}"
+        except (ArithmeticError, ValueError):
+            excluded[run.name] = OUT_OF_RANGE
     timed = [one.run for one in timed_runs(replayed)]
     by_source_left_out = leave_one_out(timed, lambda run: publisher(run.source)) if leaves_out else {}
     by_device_left_out = leave_one_out(timed, lambda run: chip(run.job.cluster.device.name)) if leaves_out else {}
@@ -244,7 +244,7 @@ def score(source: str, replayed: list[ReplayedRun], source_left_out: LeftOut, de
         memory_bias=median(signed_memory_errors) if signed_memory_errors else None,
         out_of_memory=len(out_of_memory),
         out_of_memory_found=sum(not one.fits for one in out_of_memory),
-        could_be_false=len(ran),
+        completed_runs=len(ran),
         false_out_of_memory=sum(not one.fits for one in ran),
         sweeps=len(ranks),
         kendall_tau=mean_or_none([tau for tau, _ in ranks if tau is not None]),

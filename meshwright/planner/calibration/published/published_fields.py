@@ -1,105 +1,51 @@
-"""Parses the fields of a published run: sizes of the model, cluster, layout, precision and activation checkpointing.
-
-A field that is not possible raises ValueError, which makes the record invalid. A field that is possible, but
-contradicts another one or is unknown, raises ConfigError, which excludes the run and names the reason.
-"""
+"""Parses the layout, the precision and the activation checkpointing of a published run."""
 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
-from math import prod
+from dataclasses import dataclass
+from math import gcd, prod
 from typing import Any
 
 from meshwright.config.reader import shorten
 from meshwright.errors import ConfigError
-from meshwright.models.architecture import Architecture, LatentAttention
-from meshwright.planner.hardware.cluster import GB, NODE_TYPES, Cluster, preset_cluster
+from meshwright.models.architecture import Architecture
+from meshwright.planner.calibration.published.published_records import parse_count
 from meshwright.topology.layout import Layout
 
-MAX_COUNT = 1 << 40
-"""Limit on any count that a run states."""
-MAX_STAGES = 256
-"""Limit on the pipeline stages of a run, over all ranks: the published ones have up to 128."""
-MAX_MICRO_BATCHES = 4096
-"""Limit on the micro-batches of a step: the published ones have up to 560."""
-SHARDING = {
-    "none": "none",
-    "ddp": "none",
-    "zero0": "none",
-    "zero1": "optimizer",
-    "distopt": "optimizer",
-    "distributedoptimizer": "optimizer",
-    "zero2": "gradients",
-    "zero3": "parameters",
-    "fsdp": "parameters",
-    "fsdp2": "parameters",
-    "hsdp": "parameters",
-}
-"""A run's name of its sharding -> what is sharded."""
-PRECISIONS = {"fp4": "fp4", "fp8": "fp8", "float8": "fp8", "bf16": "bf16", "fp16": "fp16", "fp32": "fp32"}
-"""Text in a run's name of its precision -> precision; the first match counts."""
-DEEPSEEK_ATTENTION = LatentAttention(1536, 512, 128, 64, 128)
-"""DeepSeek-V3's sizes, the only published ones of MLA, for a run that states no more than that it uses MLA."""
-DEGREES = ("dp", "tp", "pp", "cp", "ep")
-DEVICE_ALIASES = {
-    "a100": "a100-80",
-    "a800-80": "a800",
-    "h100-80": "h100",
-    "h800-80": "h800",
-    "h20-96": "h20",
-    "gh200-96": "gh200",
-    "v100": "v100-32",
-    "4090": "rtx4090",
-    "h100-94": "h100-500w",
-    "h100-96": "h100-500w",
-    "h200-141": "h200",
-}
-"""A run's name of its GPU -> the planner's."""
-NETWORKS: tuple[tuple[str, float, bool], ...] = (
-    (r"inter-node (\d{1,6}) Gb/s", 1, False),
-    (r"(?<!\d)(\d{1,6})x(?=\d{1,6}Gb )", 100, False),
-    (r"(?<!\d)(\d{1,6}) ?Gbps node-node", 1, False),
-    (r"(?<!\d)(\d{1,6}) ?Gb/s [\w-]{1,40} per GPU", 1, True),
-    (r"bigscience()", 400, False),  # four adapters of 100 Gb/s per node, which its other records state
+SHARDING: tuple[tuple[str, str], ...] = (
+    (r"zero(?:dp|stage)?3|fullshard|hybridshard|hsdp|^parameters", "parameters"),
+    (r"zero(?:dp|stage)?2|shardgradop|^gradients", "gradients"),
+    (r"zero(?:dp|stage)?1|dist(?:ributed)?opt|zeroredundancy|^optimizer", "optimizer"),
+    (r"zero(?:dp|stage)?0|^none|^no$|^no(?:t)?shard|ddp$|^replicate", "none"),
+    (r"fsdp", "parameters"),
 )
-"""How runs state their network: a pattern for a number, the Gb/s of one unit, and whether it is per device or node."""
+"""A pattern in the letters and digits of a run's name of its sharding -> what is sharded; the first match counts."""
+PRECISIONS: tuple[tuple[str, str], ...] = (
+    (r"fp4|float4|e2m1", "fp4"),
+    (r"fp8|float8|e4m3", "fp8"),
+    (r"bf16|bfloat16", "bf16"),
+    (r"fp16|float16|\bhalf\b", "fp16"),
+    (r"fp32|\bfloat32", "fp32"),
+)
+"""A pattern in a run's name of its precision -> precision; the first match counts."""
+UNSTATED_PRECISION = "fp16"
+NEGATED_PRECISION = re.compile(r"\b(?:no|not|non|without)[ -](?:using )?\w+")
+CHECKPOINTING: tuple[tuple[str, str], ...] = (
+    (r"^selective layer\b", "alternate"),  # every other block
+    (r"^(?:none|no|not|off|false|disabled|without)\b", "none"),
+    (r"^(?:full|true|yes|on|all|uniform|enabled)\b", "full"),
+    (r"^(?:selective|core attention|attention)\b", "selective"),
+)
+"""How a run's name of its activation checkpointing begins -> mode; the first match counts."""
+DEGREES = ("dp", "tp", "pp", "cp", "ep")
+MAX_DEGREE = 1 << 24
 ADAPTERS = re.compile(r"\b(?:q?lora|dora|peft|adapter[- ](?:tun|fine|train|only)\w*)\b", re.IGNORECASE)
 """Names of fine-tuning that trains adapters and not all parameters."""
 NO_ADAPTERS = re.compile(
     r"\b(?:no|not|non|without)(?: using| with| any)?[ -](?:q?lora|dora|peft|adapter)\w*", re.IGNORECASE
 )
 """Text that says that a run does not do so."""
-
-
-def parse_count(row: dict[str, Any], key: str, minimum: int = 1, maximum: int = MAX_COUNT) -> int:
-    """Returns an integer in a range, or raises ValueError."""
-    value = row[key]
-    if isinstance(value, bool) or not isinstance(value, int | float) or value % 1 != 0:
-        raise ValueError(f"{key} = {shorten(repr(value))} is not an integer")
-    if not minimum <= value <= maximum:
-        raise ValueError(f"{key} = {shorten(str(value))} is out of range, expected from {minimum:,} to {maximum:,}")
-    return int(value)
-
-
-def optional_count(row: dict[str, Any], key: str, maximum: int = 1 << 24) -> int:
-    """Returns an integer of at least 0, or 0 if it is not stated; raises ValueError for anything else."""
-    return parse_count(row, key, 0, maximum) if row.get(key) is not None else 0
-
-
-def parse_flag(row: dict[str, Any], key: str, unstated: bool = False) -> bool:
-    """Returns whether a field is true, or `unstated` if it is not stated; raises ValueError for anything else."""
-    value = row.get(key)
-    if value is not None and not isinstance(value, bool):
-        raise ValueError(f"{key} = {shorten(repr(value))} is neither true nor false")
-    return unstated if value is None else value
-
-
-def parse_measurement(value: Any) -> float:
-    """Returns a number in the range of possible measurements, or raises ValueError."""
-    if isinstance(value, bool) or not isinstance(value, int | float) or not 1e-6 <= value <= 1e12:
-        raise ValueError(f"{shorten(repr(value))} is not a possible measurement")
-    return float(value)
 
 
 def refuse_adapters(row: dict[str, Any]) -> None:
@@ -109,52 +55,6 @@ def refuse_adapters(row: dict[str, Any]) -> None:
     text = NO_ADAPTERS.sub("", " ".join(str(field) for field in fields if field).replace("_", " "))
     if match := ADAPTERS.search(text):
         raise ConfigError(f"it trains adapters only ({match[0]})", "expected a run that trains all parameters")
-
-
-def parse_model(model: dict[str, Any]) -> Architecture:
-    """Parses the sizes of a model."""
-    width, heads = parse_count(model, "hidden", maximum=1 << 24), parse_count(model, "heads", maximum=1 << 20)
-    vocab = model.get("vocab")
-    if vocab is None:
-        vocab = 51200  # GPT-2's vocabulary, padded
-    experts = parse_count(model, "experts", maximum=1 << 14) if model.get("experts") else 0
-    ffn = parse_count(model, "ffn", maximum=1 << 24) if model.get("ffn") else (0 if experts else 4 * width)
-    gated = parse_flag(model, "gated", unstated=True)
-    return Architecture(
-        str(model.get("name", "")),
-        parse_count(model, "layers", maximum=10_000),
-        width,
-        heads,
-        parse_count(model, "kv_heads", maximum=heads) if model.get("kv_heads") else heads,
-        parse_count(model, "head_dim", maximum=1 << 16) if model.get("head_dim") else max(1, width // heads),
-        ffn or optional_count(model, "moe_ffn") or 4 * width,
-        parse_count({"vocab": vocab}, "vocab", maximum=1 << 24),
-        gated=gated,
-        tied_embeddings=parse_flag(model, "tied"),
-        norm="rms" if gated else "layer",
-        bias=not gated,
-        experts=experts,
-        experts_active=optional_count(model, "topk", experts),
-        experts_shared=optional_count(model, "shared_experts"),
-        expert_ffn=optional_count(model, "moe_ffn"),
-        dense_layers=optional_count(model, "dense_layers"),
-        latent_attention=DEEPSEEK_ATTENTION if model.get("attention") == "MLA" else None,
-    )
-
-
-def default_sizes(row: dict[str, Any]) -> tuple[str, ...]:
-    """Returns the sizes and the precision that a run does not state, each with the value that is taken for it."""
-    model = row["model"]
-    defaults = {
-        "gated": "a gated feed-forward with RMS norms and without biases",
-        "vocab": "a vocabulary of 51,200",
-        "kv_heads": "as many key and value heads as query heads",
-        "ffn": "" if model.get("experts") else "a feed-forward of 4 x hidden",
-    }
-    unstated = [text for key, text in defaults.items() if model.get(key) is None and text]
-    if row.get("precision") is None:
-        unstated.append("fp16")
-    return tuple(f"{text}, which the run does not state" for text in unstated)
 
 
 @dataclass(frozen=True)
@@ -180,7 +80,7 @@ def parse_degrees(stated: dict[str, Any], devices: int, is_sharded: bool) -> Deg
     Without any degree, a run that shards its parameters or optimizer state (`is_sharded`) is data parallel only.
     """
     degrees = {
-        axis: parse_count(stated, axis, maximum=1 << 24) for axis in DEGREES if stated.get(axis) is not None
+        axis: parse_count(stated, axis, maximum=MAX_DEGREE) for axis in DEGREES if stated.get(axis) is not None
     }  # fmt: skip
     if not degrees and not is_sharded and devices > 1:
         raise ConfigError("it states no layout", "expected degrees of parallelism, or a sharding")
@@ -203,39 +103,72 @@ def parse_degrees(stated: dict[str, Any], devices: int, is_sharded: bool) -> Deg
     return Degrees(data, tensor or 1, pipeline or 1, context or 1, expert or 1, derived)
 
 
+def validate_degrees(degrees: Degrees, model: Architecture, sequence: int) -> None:
+    """Raises ConfigError if the sizes of a model do not divide into its degrees."""
+    if model.heads % degrees.tensor:
+        raise ConfigError(f"tp = {degrees.tensor} does not divide heads = {model.heads}")
+    if degrees.tensor > min(model.width, model.ffn, model.vocab):
+        raise ConfigError(f"tp = {degrees.tensor} is more than hidden, ffn or vocab")
+    if model.experts and model.experts % degrees.expert:
+        raise ConfigError(f"ep = {degrees.expert} does not divide experts = {model.experts}")
+    if degrees.expert > 1 and not model.experts:
+        raise ConfigError(f"ep = {degrees.expert}, and the model has no experts")
+    if sequence % degrees.context:
+        raise ConfigError(f"cp = {degrees.context} does not divide seq = {sequence}")
+
+
+@dataclass(frozen=True)
+class Sharding:
+    """What a run shards over data-parallel ranks, and over how many of them."""
+
+    kind: str | None
+    """none, optimizer, gradients or parameters; None if the run does not state it"""
+    text: str
+    assumptions: tuple[str, ...] = ()
+
+
+def parse_sharding(stated: dict[str, Any]) -> Sharding:
+    """Returns the sharding that a run states; a degree of FSDP says that parameters are sharded."""
+    text = str(stated.get("sharding") or "")
+    letters = re.sub(r"[^a-z0-9]", "", text.lower())
+    kind = next((kind for pattern, kind in SHARDING if re.search(pattern, letters)), None)
+    if kind is None and stated.get("fsdp_degree") not in (None, 1):
+        kind = "parameters"
+    unknown = (f"sharding {shorten(text)!r}, which the planner does not know, as if it were not stated",)
+    return Sharding(kind, letters, unknown if text and kind is None else ())
+
+
+def parse_fsdp_degree(
+    stated: dict[str, Any], sharding: Sharding, degrees: Degrees, devices_per_node: int
+) -> tuple[int, tuple[str, ...]]:
+    """Returns the number of data-parallel ranks that share the shards, and what is assumed. Hybrid sharding without a
+    degree shards over the data-parallel ranks of a node.
+    """
+    data = degrees.data
+    if stated.get("fsdp_degree"):
+        degree = parse_count(stated, "fsdp_degree", maximum=data)
+        if data % degree:
+            raise ConfigError(f"fsdp_degree = {degree} does not divide dp = {data}")
+        return degree, ()
+    if not re.search("hsdp|hybrid", sharding.text):
+        return data, ()
+    degree = gcd(data, max(1, devices_per_node // (degrees.tensor * degrees.context)))
+    return degree, (f"shards over {degree} data-parallel ranks, those of a node, which the run does not state",)
+
+
 def parse_activation_checkpoint(stated: Any) -> str | None:
     """Returns the mode of activation checkpointing that a run states; None if it states none that is known."""
-    words = str(stated).lower().split() if stated is not None else []
-    if words[:2] == ["selective", "layer"]:  # every other block
-        return "alternate"
-    return words[0] if words and words[0] in ("none", "full", "selective") else None
+    words = " ".join(re.findall(r"[a-z0-9]+", str(stated).lower())) if stated is not None else ""
+    return next((mode for pattern, mode in CHECKPOINTING if re.search(pattern, words)), None)
 
 
-def parse_sharding(stated: Any) -> str | None:
-    """Returns the sharding that a run states; None if it states none that is known."""
-    return SHARDING.get(re.sub(r"[^a-z0-9]", "", str(stated).lower())) if stated is not None else None
-
-
-def parse_precision(stated: Any) -> str:
-    """Returns the precision that a run states, or fp16."""
+def parse_precision(stated: str | None) -> str:
+    """Returns the precision of a run's matmuls."""
     if stated is None:
-        return "fp16"
-    precision = next((precision for text, precision in PRECISIONS.items() if text in str(stated).lower()), None)
+        return UNSTATED_PRECISION
+    text = NEGATED_PRECISION.sub("", stated.lower())
+    precision = next((precision for pattern, precision in PRECISIONS if re.search(pattern, text)), None)
     if precision is None:
-        raise ConfigError(f"precision {str(stated)[:20]!r} is unknown", f"expected one of {', '.join(PRECISIONS)}")
+        names = ", ".join(name for _, name in PRECISIONS)
+        raise ConfigError(f"precision {shorten(stated)!r} is unknown", f"expected one of {names}")
     return precision
-
-
-def parse_cluster(gpu: str, devices: int, text: str) -> Cluster:
-    """Returns the cluster of a run; `text` may state its network."""
-    word = re.sub(r"nvidia[ -]|-?sxm\d?|-?hbm\w*|gb\b", "", gpu.lower()).strip().split(" ")[0]
-    name = "h100-500w" if "500w" in gpu.lower() else DEVICE_ALIASES.get(word, word)
-    if name not in NODE_TYPES:
-        raise ConfigError(f"device {gpu!r} is unknown", f"expected one of {', '.join(NODE_TYPES)}")
-    cluster = preset_cluster(name, devices)
-    for pattern, gigabits, per_device in NETWORKS:
-        if match := re.search(pattern, text):
-            divisor = 1 if per_device else NODE_TYPES[name].devices
-            bandwidth = parse_measurement(float(match[1] or 1)) * gigabits / 8 * GB / divisor
-            return replace(cluster, inter_node=replace(cluster.inter_node, bandwidth=bandwidth))
-    return cluster

@@ -18,21 +18,27 @@
 from __future__ import annotations
 
 import re
+from dataclasses import dataclass
 from typing import Any
 
+from meshwright.errors import ConfigError
 from meshwright.models.architecture import Architecture
-from meshwright.planner.calibration.published.published_fields import parse_measurement
+from meshwright.planner.calibration.published.published_records import parse_measurement
 from meshwright.planner.workload.planned_job import PlannedJob
 
 CONVENTIONS: tuple[tuple[str, str], ...] = (
-    (r"hardware|8 ?n\b", "hardware"),
-    (r"causal", "causal half"),
-    (r"full|6n_plus|12 ?\*? ?l", "full attention"),
-    (r"6 ?n\b|without attention|no attention", "without attention"),
+    (r"hardware|\bhfu\b|\b8 ?n ?d?\b|\b96 ?b", "hardware"),
+    (r"(?:without|no|excluding|exclude|ignoring) (?:the )?attention", "without attention"),
+    (r"(?<!non )(?<!not )(?<!no )causal", "causal half"),
+    (r"full|causal|\b6 ?n plus|\b12 ?l|\bpalm\b|chowdhery|\b72 ?b", "full attention"),
+    (r"\b6 ?n ?(?:d|t)?\b|\b6 ?p\b|kaplan", "without attention"),
 )
-"""A pattern in a run's name of its FLOP convention -> the convention; the first match counts."""
+"""A pattern in the letters and digits of a run's name of its FLOP convention -> the convention; the first match counts.
+6 N d is that of Kaplan et al. 2020, 6 N + 12 L h Q T that of PaLM (Chowdhery et al. 2022), and 72 B s l h^2 and
+96 B s l h^2 those of Narayanan et al. 2021 without and with recomputation."""
+NEGATED_HARDWARE = re.compile(r"\b(?:no|not|non|without|excluding)(?: \w+)? (?:hardware|recompute|recomputation)\b")
 SOURCE_CONVENTIONS: tuple[tuple[str, str], ...] = (
-    (r"bigscience|narayanan|sc21", "hardware"),
+    (r"bigscience|\bbloom\b|2211\.05100|narayanan|sc21", "hardware"),
     (r"megatron-bridge|automodel|maxtext", "causal half"),
 )
 """A pattern in the source of a run that states no convention -> the one that its tokens per second agree with."""
@@ -41,8 +47,9 @@ SOURCE_CONVENTIONS: tuple[tuple[str, str], ...] = (
 def flop_convention(row: dict[str, Any]) -> tuple[str, bool]:
     """Returns how the source of a run counts FLOPs, and whether that is assumed."""
     stated = next((str(row[key]) for key in ("flops_convention", "flop_convention") if row.get(key)), "")
+    words = NEGATED_HARDWARE.sub("", " ".join(re.findall(r"[a-z0-9]+", stated.lower())))
     for pattern, convention in CONVENTIONS:
-        if re.search(pattern, stated, re.IGNORECASE):
+        if re.search(pattern, words):
             return convention, False
     for pattern, convention in SOURCE_CONVENTIONS:
         if re.search(pattern, str(row["source"]), re.IGNORECASE):
@@ -65,34 +72,60 @@ def reported_flops(job: PlannedJob, convention: str) -> float:
     return job.tokens_per_step * per_token
 
 
-def parse_seconds(row: dict[str, Any], job: PlannedJob) -> tuple[float | None, tuple[str, ...]]:
-    """Returns the step time that a run reports or that follows from what it reports, and how it follows."""
-    reported, derived = row.get("reported", {}), row.get("derived") or {}
+@dataclass(frozen=True)
+class StepSeconds:
+    """The step time of a run."""
+
+    value: float | None
+    """None if the run reports nothing that it follows from"""
+    derived: tuple[str, ...] = ()
+    """how it follows from what the run reports"""
+    assumptions: tuple[str, ...] = ()
+
+
+def parse_seconds(row: dict[str, Any], job: PlannedJob) -> StepSeconds:
+    """Returns the step time that a run reports or that follows from what it reports."""
+    reported, derived = row["reported"], row.get("derived") or {}
     if reported.get("step_time_s") is not None:
-        return parse_measurement(reported["step_time_s"]), ()
+        return StepSeconds(parse_measurement(reported, "step_time_s"))
     if derived.get("step_time_s") is not None:
-        return parse_measurement(derived["step_time_s"]), ("step time that the collector derived from other figures",)
+        by_collector = "step time that the collector derived from other figures"
+        return StepSeconds(parse_measurement(derived, "step_time_s"), (by_collector,))
     if reported.get("samples_per_s") is not None:
-        return job.batch.global_ / parse_measurement(reported["samples_per_s"]), ()
+        return StepSeconds(job.batch.global_ / parse_measurement(reported, "samples_per_s"))
     for key, devices in (("tokens_per_s", 1), ("tokens_per_s_per_gpu", job.layout.ranks)):
         if reported.get(key) is not None:
-            return job.tokens_per_step / parse_measurement(reported[key]) / devices, ()
+            return StepSeconds(job.tokens_per_step / parse_measurement(reported, key) / devices)
     convention, is_assumed = flop_convention(row)
     for key in ("tflops_per_gpu", "mfu", "hfu"):
         if reported.get(key) is None:
             continue
         counted = "hardware" if key == "hfu" else convention
-        rate = parse_measurement(reported[key])
-        if key == "tflops_per_gpu":
-            rate *= 1e12
-        else:
-            peaks = job.cluster.device.peak_flops
-            peak = peaks.get("fp16", peaks["bf16"]) if job.precision == "fp16" else peaks["bf16"]
-            rate *= (0.01 if rate > 1 else 1.0) * peak
-        seconds = reported_flops(job, counted) / rate / job.layout.ranks
-        assumed = ", which is assumed" if is_assumed and key != "hfu" else ""
-        return seconds, (f"step time from {key} with FLOPs of the convention {counted!r}{assumed}",)
-    return None, ()
+        seconds = reported_flops(job, counted) / reported_rate(reported, key, job) / job.layout.ranks
+        assumed = f"FLOPs of the convention {counted!r}, which the run does not state"
+        return StepSeconds(
+            seconds,
+            (f"step time from {key} with FLOPs of the convention {counted!r}",),
+            (assumed,) if is_assumed and key != "hfu" else (),
+        )
+    return StepSeconds(None)
+
+
+def reported_rate(stated: dict[str, Any], key: str, job: PlannedJob) -> float:
+    """FLOP/s of a device that a run reports as TFLOP/s, or as a fraction or a percentage of the peak in bf16. Raises
+    ConfigError if the device is not so fast in the precision of the run.
+    """
+    reported, device = parse_measurement(stated, key), job.cluster.device
+    peaks = device.peak_flops
+    bf16_peak = peaks["fp16"] if job.precision == "fp16" else peaks["bf16"]
+    rate = reported * (1e12 if key == "tflops_per_gpu" else bf16_peak * (0.01 if reported > 1 else 1.0))
+    peak = max(bf16_peak, peaks[job.precision])
+    if rate > peak:
+        raise ConfigError(
+            f"{key} = {reported:,.5g} is above the peak of {device.name}, {peak / 1e12:,.5g} TFLOP/s",
+            f"expected at most {100 * peak / bf16_peak:,.5g} percent" if key != "tflops_per_gpu" else "",
+        )
+    return rate
 
 
 def parse_memory(reported: dict[str, Any], notes: str) -> tuple[float | None, str]:
@@ -100,10 +133,10 @@ def parse_memory(reported: dict[str, Any], notes: str) -> tuple[float | None, st
 
     A source that reports memory by class, such as Korthikanti et al., counts tensors.
     """
-    stated = [reported.get(key) for key in ("memory_gb_params_opt", "memory_gb_activations")]
-    classes = [value for value in stated if value is not None]
+    keys = [key for key in ("memory_gb_params_opt", "memory_gb_activations") if reported.get(key) is not None]
     if reported.get("memory_gb") is None:
-        return (sum(map(parse_measurement, classes)) * (1 << 30), "tensors") if len(classes) == 2 else (None, "total")
+        classes = [parse_measurement(reported, key) for key in keys]
+        return (sum(classes) * (1 << 30), "tensors") if len(classes) == 2 else (None, "total")
     nvidia_smi = "nvidia-smi" in notes
     bytes_per_unit = 1e9 if nvidia_smi else 1 << 30
-    return parse_measurement(reported["memory_gb"]) * bytes_per_unit, "total" if nvidia_smi else "reserved"
+    return parse_measurement(reported, "memory_gb") * bytes_per_unit, "total" if nvidia_smi else "reserved"

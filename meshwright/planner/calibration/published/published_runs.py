@@ -10,36 +10,37 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from meshwright.config import Batch
 from meshwright.config.reader import shorten
 from meshwright.errors import ConfigError
-from meshwright.io import parse_json, read_regular_file
+from meshwright.planner.calibration.published.published_clusters import parse_cluster
 from meshwright.planner.calibration.published.published_fields import (
-    MAX_MICRO_BATCHES,
-    MAX_STAGES,
-    default_sizes,
+    UNSTATED_PRECISION,
     parse_activation_checkpoint,
-    parse_cluster,
-    parse_count,
     parse_degrees,
-    parse_flag,
-    parse_model,
+    parse_fsdp_degree,
     parse_precision,
     parse_sharding,
     refuse_adapters,
+    validate_degrees,
 )
 from meshwright.planner.calibration.published.published_figures import parse_memory, parse_seconds
-from meshwright.planner.calibration.published.published_software import Software, run_software
-from meshwright.planner.calibration.published.published_tables import read_table
-from meshwright.planner.calibration.published.unstated_settings import assume_settings
+from meshwright.planner.calibration.published.published_models import parse_model
+from meshwright.planner.calibration.published.published_records import (
+    InvalidRecordField,
+    parse_count,
+    parse_flag,
+    read_rows,
+    record_name,
+    validate_form,
+)
+from meshwright.planner.calibration.published.published_schedules import PassBudget, parse_batch, parse_schedule
+from meshwright.planner.calibration.published.published_software import run_software
+from meshwright.planner.calibration.published.unstated_settings import assume_settings, schedule_sizes
 from meshwright.planner.workload.planned_job import PlannedJob
 
-MAX_RUNS = 5_000
-"""Limit on the runs in a file."""
-MAX_FILE_BYTES = 16 << 20
-"""Size limit of a file of runs."""
-RECORD_FIELDS = {"id": str, "source": str, "gpu": str, "gpus": int, "model": dict, "layout": dict, "reported": dict}
-"""The fields that every record has."""
+OUT_OF_RANGE = "its sizes are out of the range in which the cost model can compute"
+NOT_VALID = "its record is not valid"
+"""How the reason for a record begins that has a field which is not possible."""
 
 
 @dataclass(frozen=True)
@@ -88,114 +89,99 @@ def read_published_runs(path: Path) -> tuple[list[PublishedRun], dict[str, str]]
     runs: list[PublishedRun] = []
     excluded: dict[str, str] = {}
     names: set[str] = set()
+    budget = PassBudget()
+    first_invalid, valid = "", 0
     for index, row in enumerate(read_rows(path)):
         try:
-            name = validate_record(row, names)
-            runs.append(parse_run(row, name))
+            name = record_name(row, names)
+        except InvalidRecordField as error:
+            shown = f" ({shorten(repr(row['id']))})" if isinstance(row, dict) and "id" in row else ""
+            raise invalid_file(path, f"record {index}{shown} is not valid: {error}") from None
+        try:
+            runs.append(parse_run(row, name, budget))
+            valid += 1
+        except InvalidRecordField as error:
+            excluded[name] = f"{NOT_VALID}: {error}"
+            first_invalid = first_invalid or f"record {index} ({shorten(repr(name))}) is not valid: {error}"
         except ConfigError as error:
             excluded[name] = str(error)
-        except KeyError as error:
-            excluded[name] = f"it does not state {error}"
-        except (LookupError, TypeError, ValueError, ArithmeticError, AttributeError) as error:
-            shown = f" ({shorten(repr(row['id']))})" if isinstance(row, dict) and "id" in row else ""
-            raise ConfigError(
-                f"file of runs {path}, record {index}{shown} is not valid: {shorten(str(error), 200)}",
-                "expected the fields of examples/published_runs.json",
-            ) from None
+            valid += 1
+        except (ArithmeticError, ValueError):
+            excluded[name] = OUT_OF_RANGE
+    if first_invalid and not valid:
+        raise invalid_file(path, first_invalid)
     return runs, excluded
 
 
-def read_rows(path: Path) -> list[Any]:
-    """Returns the records of a file: a JSON list, or vTrain's table if the name ends in .csv."""
-    expected = "a JSON list of runs"
-    content = read_regular_file(path, MAX_FILE_BYTES, f"file of runs {path}", expected)
-    if path.suffix.lower() == ".csv":
-        rows: Any = read_table(content.decode("utf-8", "replace"), f"file of runs {path}", MAX_RUNS + 1)
-    else:
-        rows = parse_json(content, f"file of runs {path}", expected)
-    if not isinstance(rows, list) or len(rows) > MAX_RUNS:
-        raise ConfigError(f"{path} is not a list of at most {MAX_RUNS:,} runs", f"expected {expected}")
-    if not rows:
-        raise ConfigError(f"{path} contains no run", f"expected {expected}")
-    return rows
+def invalid_file(path: Path, reason: str) -> ConfigError:
+    return ConfigError(f"file of runs {path}, {reason}", "expected the fields of examples/published_runs.json")
 
 
-def validate_record(row: Any, names: set[str]) -> str:
-    """Returns the name of a run and adds it to `names`; raises ValueError if the record has not the form of a run.
-
-    A record of this form may still omit a size, which excludes the run from the scores.
+def parse_run(row: dict[str, Any], name: str, budget: PassBudget | None = None) -> PublishedRun:
+    """Parses one run; raises an error if it is not a full training run of a decoder on known devices, or if the budget
+    of its file is used up.
     """
-    if not isinstance(row, dict):
-        raise ValueError(f"it is {shorten(repr(row))} and not an object")
-    for key, kind in RECORD_FIELDS.items():
-        if not isinstance(row.get(key), kind) or isinstance(row.get(key), bool):
-            raise ValueError(f"{key} is {shorten(repr(row.get(key)))}, expected {kind.__name__}")
-    if row["id"] in names:
-        raise ValueError("an earlier record has the same id")
-    names.add(row["id"])
-    return str(row["id"])
-
-
-def parse_run(row: dict[str, Any], name: str) -> PublishedRun:
-    """Parses one run; raises an error if it is not a full training run of a decoder on known devices."""
+    validate_form(row)
     refuse_adapters(row)
-    source, notes, stated = str(row["source"]), str(row.get("notes", "")), row["layout"]
+    source, notes, stated = row["source"], str(row.get("notes") or ""), row["layout"]
     devices = parse_count(row, "gpus", maximum=1 << 24)
     model = parse_model(row["model"])
-    cluster = parse_cluster(str(row["gpu"]), devices, f"{source} {notes}")
-    precision, sharding = parse_precision(row.get("precision")), parse_sharding(stated.get("sharding"))
+    cluster = parse_cluster(row["gpu"], devices, f"{source} {notes}")
+    precision, sharding = parse_precision(row.get("precision")), parse_sharding(stated)
     on_grace = cluster.device.host == "grace"
-    software = run_software(row, precision, sharding in ("parameters", "gradients"), on_grace)
+    software = run_software(row, precision, sharding.kind in ("parameters", "gradients"), on_grace)
     trainer = software.profile
     if stated.get("sp") is not None:
         trainer = replace(trainer, sequence_parallel=parse_flag(stated, "sp"))
-    degrees = parse_degrees(stated, devices, sharding not in (None, "none"))
-    unstated = set() if sharding else {"sharding"}
-    sharding = sharding or trainer.default_sharding
-    data, pipeline = degrees.data, degrees.pipeline
-    fsdp_degree = parse_count(stated, "fsdp_degree", maximum=data) if stated.get("fsdp_degree") else data
-    global_batch = parse_count(row, "global_batch")
-    if global_batch < data:
-        raise ConfigError(f"global_batch = {global_batch} is less than dp = {data}", "expected a sample per replica")
-    stages = parse_stages(stated, software, pipeline, model.layers)
-    if pipeline > 1 and stages is None and trainer.interleaves and not stated.get("schedule"):
+    sequence = parse_count(row["model"], "seq")
+    degrees = parse_degrees(stated, devices, sharding.kind not in (None, "none"))
+    validate_degrees(degrees, model.sizes, sequence)
+    unstated = set() if sharding.kind else {"sharding"}
+    kind = sharding.kind or trainer.default_sharding
+    fsdp_degree, assumed_degree = parse_fsdp_degree(stated, sharding, degrees, cluster.devices_per_node)
+    schedule = parse_schedule(stated, software, degrees.pipeline, model.sizes.layers)
+    if schedule.stages is None:
         unstated.add("stages")
-    stages = stages or 1
-    batch = parse_batch(row, software, global_batch, data, pipeline * stages)
+    stages = schedule.stages or 1
+    batch = parse_batch(row, software, degrees.data, degrees.pipeline * stages)
     if row.get("micro_batch") is None:
         unstated.add("micro_batch")
     activation_checkpoint = parse_activation_checkpoint(row.get("recompute"))
     if activation_checkpoint is None:
         unstated.add("checkpoint")
     job = PlannedJob(
-        model,
+        model.sizes,
         cluster,
-        degrees.layout(fsdp_degree if sharding != "none" else 1),
+        degrees.layout(fsdp_degree if kind != "none" else 1),
         batch,
-        parse_count(row["model"], "seq"),
-        sharding,
+        sequence,
+        kind,
         precision,
         activation_checkpoint or "none",
         1,
-        "interleaved" if stages > 1 else "1f1b",
+        schedule.name,
         stages,
         trainer.context_method,
         trainer,
     )
+    (budget or PassBudget()).add(schedule_sizes(job, frozenset(unstated)))
     assumed = assume_settings(job, frozenset(unstated))
-    seconds, how = parse_seconds(row, assumed.job)
+    seconds = parse_seconds(row, assumed.job)
     memory, memory_kind = parse_memory(row["reported"], notes)
+    read_as = (*software.assumptions, *sharding.assumptions, *assumed_degree, *schedule.assumptions)
+    default_precision = f"{UNSTATED_PRECISION}, which the run does not state" if row.get("precision") is None else ""
+    defaults = (*model.defaults, *([default_precision] if default_precision else ()))
     return PublishedRun(
         name,
         source,
         assumed.job,
-        seconds,
+        seconds.value,
         memory,
         memory_kind,
         out_of_memory=parse_flag(row["reported"], "oom"),
         flagged=bool(row.get("quality_flags")),
-        assumptions=(*software.assumptions, *assumed.assumptions),
-        derived=(*degrees.derived, *how, *default_sizes(row), *default_sharding(assumed.job, unstated)),
+        assumptions=(*read_as, *assumed.assumptions, *seconds.assumptions),
+        derived=(*degrees.derived, *seconds.derived, *defaults, *default_sharding(assumed.job, unstated)),
         alternatives=assumed.alternatives,
         offloaded=assumed.offloaded,
         made_to_fit=assumed.made_to_fit,
@@ -207,30 +193,3 @@ def default_sharding(job: PlannedJob, unstated: set[str]) -> tuple[str, ...]:
     if "sharding" not in unstated or job.sharding != job.trainer.default_sharding or job.layout.data_degree == 1:
         return ()
     return (f"sharding {job.sharding}, the default of {job.trainer.name}, which the run does not state",)
-
-
-def parse_stages(stated: dict[str, Any], software: Software, pipeline: int, layers: int) -> int | None:
-    """Returns the stages per rank that a run states, two if it states no more than an interleaved schedule."""
-    stages = parse_count(stated, "vpp", maximum=layers) if stated.get("vpp") else None
-    if stages is None and "interleaved" in software.flags and pipeline > 1:
-        stages = 2
-    if pipeline > layers or pipeline * (stages or 1) > 4 * layers:
-        raise ValueError(f"{layers} layers cannot be split into {pipeline} x {stages} pipeline stages")
-    if pipeline * (stages or 1) > MAX_STAGES:
-        raise ValueError(f"pp x vpp = {pipeline} x {stages or 1} is out of range, expected at most {MAX_STAGES} stages")
-    return stages
-
-
-def parse_batch(row: dict[str, Any], software: Software, global_batch: int, data: int, stage_count: int) -> Batch:
-    """Returns the batch; the batch of a rank is split over pipeline stages if the trainer does so."""
-    local_batch = global_batch // data
-    micro = parse_count(row, "micro_batch") if row.get("micro_batch") is not None else 1
-    if software.profile.splits_batch_by_stage and stage_count > 1:
-        micro = local_batch // stage_count
-    micro = max(1, min(micro, local_batch))
-    accumulation = max(1, local_batch // micro)
-    if accumulation > MAX_MICRO_BATCHES:
-        raise ValueError(
-            f"{accumulation:,} micro-batches per step are out of range, expected at most {MAX_MICRO_BATCHES:,}"
-        )
-    return Batch(global_batch, micro, data, accumulation)

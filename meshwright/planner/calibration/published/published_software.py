@@ -76,7 +76,7 @@ def megatron_bridge(stated: Stated) -> TrainerProfile:
 
 
 SOFTWARE: tuple[tuple[str, Generation], ...] = (
-    (r"bigscience|mt-nlg|turing", deepspeed),
+    (r"bigscience|\bbloom\b|2211\.05100|mt-nlg|\bturing\b|turing-nlg", deepspeed),
     (r"vtrain|narayanan", only(trainer_profiles.MEGATRON_2021)),
     (r"korthikanti", only(trainer_profiles.MEGATRON_2022)),
     (r"llm-foundry|mosaicml|composer", only(trainer_profiles.COMPOSER)),
@@ -85,13 +85,15 @@ SOFTWARE: tuple[tuple[str, Generation], ...] = (
     (r"fms-fsdp|foundation-model-stack", only(trainer_profiles.FMS_FSDP)),
     (r"nanotron|ultra-?scale", only(trainer_profiles.NANOTRON)),
     (r"megatron-bridge", megatron_bridge),
-    (r"megascale|nemotron|2407\.21783|llama.?3 herd", only(trainer_profiles.MEGATRON_2024)),
+    (r"2407\.21783|llama.?3 herd|herd of models", only(trainer_profiles.META_2024)),
+    (r"\bhai-?llm\b|2412\.19437", only(trainer_profiles.HAI_LLM)),
+    (r"megascale|nemotron", only(trainer_profiles.MEGATRON_2024)),
     (r"megatron-deepspeed", deepspeed),
     (r"nemo\b|nemo[- ]|megatron|mcore", megatron),
     (r"deepspeed", deepspeed),
 )
 """A pattern in the software or the source of a run -> its trainer. The first row that matches counts."""
-YEARS = (r"\b(2\d)\.(?:0[1-9]|1[0-2])(?:\.\d+)?\b", r"arxiv:(2\d)\d\d\.", r"(?<!\d)20(1\d|2\d)(?:\d\d)?(?!\d)")
+YEARS = (r"\b(2\d)\.(?:0[1-9]|1[0-2])(?:\.\d+)?\b", r"arxiv[: ] ?(2\d)\d\d\.", r"(?<!\d)20(1\d|2\d)(?:\d\d)?(?!\d)")
 """How software states its year: the version of a container, an arXiv identifier, or a year with or without a month."""
 FLAGS = {
     "compile": r"\bcompiled?\b",
@@ -100,7 +102,8 @@ FLAGS = {
     "blockwise": r"block-?wise|sub-?channel|fp8-sc\b",
     "interleaved": r"interleaved",
 }
-NEGATIONS = r"\b(?:no|not|without|non)[- ](?:torch\.)?(?:{})"
+NEGATIONS = r"\b(?:no|not|without|non)[- ](?:torch\.)?(?:{0})|(?:{0})(?: ?[:=] ?| )(?:no|none|off|false|disabled)\b"
+"""How a text denies a flag: "without compile", "compile: off"."""
 
 
 @dataclass(frozen=True)
@@ -117,7 +120,7 @@ def run_software(row: dict[str, Any], precision: str, shards_parameters: bool, o
     stated_software = [str(row[key]) for key in ("software", "trainer", "framework") if row.get(key)]
     texts = [*stated_software, str(row["source"])]
     flags = stated_flags(row)
-    stated = Stated(stated_year(texts), precision, flags, release_of(texts[-1]), on_grace)
+    stated = Stated(stated_year(texts), precision, flags, release_of(" ".join(texts)), on_grace)
     for text in texts:
         for pattern, generation in SOFTWARE:
             if re.search(pattern, text, re.IGNORECASE):
@@ -144,7 +147,9 @@ def with_flags(profile: TrainerProfile, stated: Stated) -> TrainerProfile:
 
 def stated_flags(row: dict[str, Any]) -> frozenset[str]:
     """Returns the flags that a run states, in a field of their name or in its text."""
-    words = " ".join(str(row[key]) for key in ("notes", "precision", "flags", "software") if row.get(key))
+    flags = row.get("flags") or ()
+    words = " ".join([flags] if isinstance(flags, str) else flags)
+    words += " ".join(f" {row[key]}" for key in ("notes", "precision", "software") if row.get(key))
     words += " " + str((row.get("layout") or {}).get("schedule") or "")
     found = set()
     for flag, pattern in FLAGS.items():

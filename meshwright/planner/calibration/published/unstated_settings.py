@@ -11,9 +11,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from meshwright.planner.calibration.published.published_fields import MAX_STAGES
+from meshwright.planner.calibration.published.published_schedules import MAX_PASSES, MAX_STAGES, count_passes
 from meshwright.planner.cost.peak_memory import estimate_memory
 from meshwright.planner.cost.step_time import estimate_step
+from meshwright.planner.cost.trace.schedule_passes import ScheduleSize
 from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.topology.layout import Layout
 
@@ -118,11 +119,23 @@ def micro_alternatives(job: PlannedJob) -> tuple[PlannedJob, ...]:
 
 
 def numbers_of_stages(job: PlannedJob) -> list[int]:
-    """The numbers of stages per rank into which the layers divide."""
+    """The numbers of stages per rank into which the layers divide, as far as their passes are predicted."""
     layers = job.model.layers + (2 if job.model.layers % job.layout.pipeline else 0)  # embedding and head as layers
     per_rank = max(1, layers // job.layout.pipeline)
-    most = min(per_rank, MAX_STAGES // job.layout.pipeline)
+    passes = count_passes(schedule_size(with_stages(job, 1)))
+    most = max(1, min(per_rank, MAX_STAGES // job.layout.pipeline, MAX_PASSES // passes))
     return [count for count in range(1, most + 1) if per_rank % count == 0]
+
+
+def schedule_size(job: PlannedJob) -> ScheduleSize:
+    return ScheduleSize(job.schedule, job.layout.pipeline, job.batch.accumulation, job.stages_per_rank)
+
+
+def schedule_sizes(job: PlannedJob, unstated: frozenset[str]) -> list[ScheduleSize]:
+    """The largest schedule that a job is predicted with, and the others if its stages per rank are not stated."""
+    counts = numbers_of_stages(job) if "stages" in unstated else [job.stages_per_rank]
+    tried = {counts[0], counts[len(counts) // 2], counts[-1]}
+    return [schedule_size(job if count == job.stages_per_rank else with_stages(job, count)) for count in tried]
 
 
 def likely_stages(job: PlannedJob) -> int:
