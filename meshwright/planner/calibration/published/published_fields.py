@@ -135,7 +135,7 @@ def parse_model(model: dict[str, Any]) -> Architecture:
         bias=not gated,
         experts=experts,
         experts_active=optional_count(model, "topk", experts),
-        experts_shared=optional_count(model, "shared_experts"),
+        shared_ffn=optional_count(model, "shared_experts") * optional_count(model, "moe_ffn"),
         expert_ffn=optional_count(model, "moe_ffn"),
         dense_layers=optional_count(model, "dense_layers"),
         latent_attention=DEEPSEEK_ATTENTION if model.get("attention") == "MLA" else None,

@@ -12,6 +12,7 @@ backward:
 | inputs of matmuls | T W e for q k v, and for gate and up; under autocast a copy for every matmul | one each |
 | queries, keys, values, output | T (2 H + 2 K) D e / t, and T H r / t of logsumexp | the same |
 | norms of queries and keys | T (H + K) (D (e + 4) + 4) / t | T (H + K) (D e + 4) / t |
+| gate of attention and gated output | 2 T H D e / t | the same |
 | output in token layout | T H D e / t with ring attention, and on CPU with latent attention | none |
 | scores, without flash attention | T S H e / t; with dropout 2 e + 1 instead of e | the same |
 | gated feed-forward | 4 T F e / t: gate, up, activation and their product | 3 T F e / t; 2 without the product |

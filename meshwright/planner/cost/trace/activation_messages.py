@@ -236,8 +236,8 @@ class ActivationMessages:
 def tensor_modules(model: Architecture | TracedModel, moe: bool) -> float:
     """Tensor-parallel modules of a layer, each with a pair of collectives, in the mean over its kinds of blocks."""
     if not isinstance(model, Architecture):
-        return 1 if moe and not model.experts_shared else 2
-    parallel = ("dense", "moe") if model.experts_shared else ("dense",)
+        return 1 if moe and not model.shared_ffn else 2
+    parallel = ("dense", "moe") if model.shared_ffn else ("dense",)
     return model.mean(moe, lambda kind: (kind.mixer != "none") + (kind.ffn in parallel))
 
 
