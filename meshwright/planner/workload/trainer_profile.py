@@ -188,8 +188,30 @@ def with_matmul_precision(profile: TrainerProfile, precision: str) -> TrainerPro
     """Returns the profile of a trainer whose matmuls have this precision. Transformer Engine, which the trainers that
     are not torch-native use for matmuls in 8 bits or fewer, saves their quantized inputs.
     """
+    if precision in ("fp32", "fp64"):
+        return in_32_bits(profile)
     quantizes = precision in ("fp8", "fp4") and not profile.torch_native
     return replace(profile, saves_quantized_inputs=True) if quantizes else profile
+
+
+def in_32_bits(profile: TrainerProfile) -> TrainerProfile:
+    """Returns a profile that stores and sends everything in float32, and therefore needs no copy in float32: of master
+    weights and gradients in the optimizer, of accumulated gradients, and of logits.
+    """
+    has_masters = profile.parameter_bytes < 4
+    return replace(
+        profile,
+        parameter_bytes=4,
+        compute_copy_bytes=0,
+        gradient_bytes=4,
+        accumulation_bytes=0,
+        optimizer_bytes=min(8, profile.optimizer_bytes - 4) if has_masters else profile.optimizer_bytes,
+        # Two logits of 16 bits have become two of 32; one of 16 and one of 32 bits are the same tensor now.
+        logit_bytes=2 * profile.logit_bytes if profile.logit_bytes <= 4 else 4,
+        stage_output_bytes=4,
+        reduce_bytes=4,
+        gather_bytes=4,
+    )
 
 
 def describe_profile(profile: TrainerProfile) -> str:

@@ -109,8 +109,29 @@ def for_trainer(work: Workload, name: str, headroom: float | None = None) -> Wor
         return replace(work, trainer_name=name, pinned={**work.pinned, "compile.enabled": False})
     if isinstance(work.model, TracedModel):
         raise ConfigError(f"trainer {name} cannot be planned for a model of one's own", f"expected {OWN_TRAINER}")
+    if work.base_config is not None:
+        require_plain_training(work.base_config, name)
     profile = profile if work.precision in ("fp8", "fp4") else in_16_bits(profile)
     return replace(work, trainer_name=name, trainer=profile, base_config=None)
+
+
+def require_plain_training(config: RunConfig, name: str) -> None:
+    """Raises ConfigError if a run has settings that change its memory and its time, and that the profile of another
+    trainer does not model: it trains all parameters of a language model with AdamW.
+    """
+    defaults = RunConfig()
+    settings = {
+        "lora.rank": (config.lora.rank, defaults.lora.rank),
+        "optimizer.kind": (config.optimizer.kind, defaults.optimizer.kind),
+        "optimizer.groups": (any(group.frozen for group in config.optimizer.groups), False),
+        "rl.objective": (config.rl.objective, defaults.rl.objective),
+        "precision.float8": (config.precision.float8, defaults.precision.float8),
+    }
+    for key, (value, default) in settings.items():
+        if value != default:
+            setting = "frozen groups of optimizer.groups" if key == "optimizer.groups" else f"{key} = {value}"
+            hint = "--precision fp8 without this setting" if key == "precision.float8" else f"--trainer {OWN_TRAINER}"
+            raise ConfigError(f"the profile of {name} does not model {setting} of the run", f"try {hint}")
 
 
 def split_overrides(overrides: Sequence[str]) -> tuple[dict[str, str], list[str]]:
