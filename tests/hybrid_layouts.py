@@ -19,6 +19,7 @@ CONFIG_KEYS = {
     "offload": "optimizer.cpu_offload",
     "optimizer": "optimizer.kind",
     "implementation": "optimizer.implementation",
+    "weights": "precision.weights",
 }
 MODEL_KEYS = ("layers", "heads", "kv_heads", "ffn", "experts", "experts_shared", "separator")
 
