@@ -33,6 +33,10 @@ def test_a_power_limit_lowers_the_rate_less_than_the_power() -> None:
     assert power_limited_fraction(0.66, 500, 700) == pytest.approx(0.52, rel=0.01)
     assert power_limited_fraction(0.66, 900, 700) == 0.66
     assert power_limited_fraction(0.66, 500, 0) == 0.66
+    lower, full = (NODE_TYPES[name].device.sustained_fraction for name in ("h100-500w", "h100"))
+    law = power_limited_fraction(1.0, 500, 700)
+    assert lower["bf16"] / full["bf16"] == pytest.approx(law, rel=0.01)
+    assert lower["fp8"] / full["fp8"] == pytest.approx(law, rel=0.06)
     limited = NODE_TYPES["h100"].device.with_power_limit(500)
     assert limited.power == 500
     assert limited.sustained_fraction["fp8"] < NODE_TYPES["h100"].device.sustained_fraction["fp8"]
