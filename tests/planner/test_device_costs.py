@@ -52,7 +52,7 @@ def test_rowwise_casts_cost_more_than_tensorwise_ones() -> None:
         recipe: estimate(replace(job, trainer=replace(job.trainer, float8_recipe=recipe))).seconds  # type: ignore[arg-type]
         for recipe in FLOAT8_RECIPES
     }
-    assert seconds["tensorwise"] == seconds["mxfp8"] < min(seconds["blockwise"], seconds["rowwise"])
+    assert seconds["tensorwise"] < min(seconds["blockwise"], seconds["rowwise"])
 
 
 def test_offloaded_update_takes_the_transfers_and_the_host_update() -> None:
@@ -83,12 +83,3 @@ def test_selective_policies_trade_memory_for_time() -> None:
     full = estimate(replace(job, activation_checkpoint="none")).peak_memory.activations
     assert memory["alternate_matmuls"] < memory["matmuls"] < memory["all_but_pointwise"] < full
     assert estimates["all_but_pointwise"].phases["recompute"] < estimates["alternate_matmuls"].phases["recompute"]
-
-
-def test_prefetching_more_units_takes_more_memory() -> None:
-    job = llama_job("--batch.global=64", "--batch.micro=4")
-    one, three = (
-        estimate(replace(job, trainer=replace(job.trainer, prefetched_units=units))).peak_memory.tensors
-        for units in (1, 3)
-    )
-    assert three > one

@@ -47,8 +47,6 @@ class LayerTime:
     """the part of `forward` in which the device waits for the host, and collectives can run"""
     backward_idle: float = 0.0
     """the same of `backward`"""
-    shared_experts: float = 0.0
-    """the part of `forward` that computes shared experts"""
 
 
 REFERENCE_LAUNCH = 9e-6
@@ -267,10 +265,7 @@ def kind_time(model: Architecture, shape: LayerShape, kind: BlockKind) -> LayerT
     idle = (
         (0.0, 0.0) if shape.on_cpu else (max(0.0, launch - compute), max(0.0, BACKWARD_LAUNCHES * launch - gradients))
     )
-    shared = (
-        sum(matmul_time(shape.linear_rate, *matmul) for matmul in matmuls[-2:]) if moe and model.shared_ffn else 0.0
-    )
-    return LayerTime(forward, backward, weight_gradients, recompute, attention, *idle, shared)
+    return LayerTime(forward, backward, weight_gradients, recompute, attention, *idle)
 
 
 def selective_pointwise(

@@ -165,8 +165,8 @@ class ActivationMessages:
         if job.layout.expert > 1:
             counts = [self.collective("expert", "all_to_all", 8 * model.experts, 1)] if self.config else []
             # Another micro-batch that computes meanwhile runs a pass of the other direction.
-            forward = counts + self.tokens_to_experts(layer, layer.backward / 2)
-            backward = self.tokens_to_experts(layer, layer.forward / 2)
+            forward = counts + self.tokens_to_experts(layer.backward / 2)
+            backward = self.tokens_to_experts(layer.forward / 2)
         ranks = job.layout.context * job.layout.tensor
         if self.config is not None and ranks > 1 and self.config.model.router_aux_loss:
             placement = GroupPlacement(ranks, min(ranks, job.cluster.devices_per_node))
@@ -174,7 +174,7 @@ class ActivationMessages:
             forward = [*forward, self.collective("context+tensor", "all_reduce", choices, 1, placement)]
         return Messages(tuple(forward), tuple(backward), tuple(forward) if self.recomputes else ())
 
-    def tokens_to_experts(self, layer: LayerTime, other_compute: float) -> list[Communicate]:
+    def tokens_to_experts(self, other_compute: float) -> list[Communicate]:
         """Dispatch and combine in one pass. `other_compute` are the seconds that another micro-batch may hide."""
         job, trainer, model, placement = self.job, self.job.trainer, self.job.model, self.placements["expert"]
         overlap = trainer.expert_overlap
@@ -185,12 +185,11 @@ class ActivationMessages:
         ranks, per_node = placement.ranks, placement.ranks_per_node
         copies = token_copies(model.experts, active, ranks, per_node, trainer.deduplicates_tokens, node_limit)
         share = copies.total * placement.ranks / (placement.ranks - 1) / active
-        shared = layer.shared_experts / 2 if trainer.overlaps_shared_experts else 0.0
         messages = []
         for element_bytes in (trainer.dispatch_bytes or self.element_bytes, self.element_bytes):
             busiest = routed_tokens(self.shape) / active * model.width * element_bytes
             seconds = token_all_to_all_seconds(job.cluster, busiest, copies, placement)
-            exposed = exposed_all_to_all(seconds, overlap, other_compute, shared)
+            exposed = exposed_all_to_all(seconds, overlap, other_compute)
             size = self.residual_tokens * active * model.width * self.element_bytes
             message = size if self.config is not None else busiest * active * share
             messages.append(Communicate("expert", "all_to_all", message, 1, placement, seconds, seconds - exposed))
