@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import ClassVar, Literal
 
-from meshwright.models.block_kinds import BlockKind, LinearAttention, StateSpace, attended_tokens
+from meshwright.models.block_kinds import BlockKind, LinearAttention, Mixer, StateSpace, attended_tokens
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Architecture:
     parallel_residual: bool = False
     """whether attention and feed-forward read the same input, and are added together"""
     sliding_window: int = 0
-    """tokens that attention looks back; 0 for all"""
+    """tokens that attention looks back in layers with a window: those of `layer_kinds`, or all; 0: none has one"""
     learned_positions: int = 0
     """number of learned position embeddings; 0 for rotary or no positions"""
     experts: int = 0
@@ -98,7 +98,7 @@ class Architecture:
     latent_attention: LatentAttention | None = None
     """sizes of multi-head latent attention; None for other attention"""
     layer_kinds: tuple[BlockKind, ...] = ()
-    """the kind of every layer of a hybrid model; empty if all layers have full attention and a feed-forward"""
+    """the kind of every layer of a hybrid model; empty if all layers have the same attention and a feed-forward"""
     state_space: StateSpace | None = None
     """sizes of the state-space layers among `layer_kinds`"""
     linear_attention: LinearAttention | None = None
@@ -168,7 +168,12 @@ class Architecture:
         """The kind of a layer."""
         if self.layer_kinds:
             return self.layer_kinds[layer]
-        return BlockKind(ffn="moe" if self.experts and layer >= self.dense_layers else "dense")
+        return BlockKind(self.uniform_mixer, "moe" if self.experts and layer >= self.dense_layers else "dense")
+
+    @property
+    def uniform_mixer(self) -> Mixer:
+        """The mixer of all layers of a model that is not a hybrid."""
+        return "window" if self.sliding_window else "attention"
 
     @cached_property
     def kind_counts(self) -> dict[BlockKind, int]:
@@ -180,7 +185,7 @@ class Architecture:
         a short pattern, so that every pipeline stage has about the same shares.
         """
         if not self.layer_kinds:
-            return ((BlockKind(ffn="moe" if moe else "dense"), 1.0),)
+            return ((BlockKind(self.uniform_mixer, "moe" if moe else "dense"), 1.0),)
         return self._shares[moe]
 
     @cached_property

@@ -59,6 +59,8 @@ COVERING = (
     "replicate=1 recompute=selective layers=4 precision=bf16",
     "replicate=1 experts=4 experts_shared=1",
     "replicate=1 separator=0",
+    "replicate=1 family=mistral window=32",
+    "replicate=2 shard=parameters family=mistral window=32 precision=bf16",
     "replicate=2",
     "replicate=2 precision=bf16 weights=bf16",
     "replicate=2 precision=bf16 weights=bf16 accumulation=1",

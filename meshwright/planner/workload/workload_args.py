@@ -119,19 +119,18 @@ def require_plain_training(config: RunConfig, name: str) -> None:
     """Raises ConfigError if a run has settings that change its memory and its time, and that the profile of another
     trainer does not model: it trains all parameters of a language model with AdamW.
     """
-    defaults = RunConfig()
-    settings = {
-        "lora.rank": (config.lora.rank, defaults.lora.rank),
-        "optimizer.kind": (config.optimizer.kind, defaults.optimizer.kind),
-        "optimizer.groups": (any(group.frozen for group in config.optimizer.groups), False),
-        "rl.objective": (config.rl.objective, defaults.rl.objective),
-        "precision.float8": (config.precision.float8, defaults.precision.float8),
+    own = f"or --trainer {OWN_TRAINER}"
+    frozen = any(group.frozen for group in config.optimizer.groups)
+    expected = {
+        "lora.rank": (config.lora.enabled, f"expected lora.rank = 0, {own}"),
+        "optimizer.kind": (config.optimizer.kind != "adamw", f"expected optimizer.kind = adamw, {own}"),
+        "optimizer.groups": (frozen, f"expected no frozen group, {own}"),
+        "rl.objective": (config.rl.enabled, f"expected rl.objective = none, {own}"),
+        "precision.float8": (config.precision.float8, "try --precision fp8, with precision.float8 = false"),
     }
-    for key, (value, default) in settings.items():
-        if value != default:
-            setting = "frozen groups of optimizer.groups" if key == "optimizer.groups" else f"{key} = {value}"
-            hint = "--precision fp8 without this setting" if key == "precision.float8" else f"--trainer {OWN_TRAINER}"
-            raise ConfigError(f"the profile of {name} does not model {setting} of the run", f"try {hint}")
+    for key, (is_set, hint) in expected.items():
+        if is_set:
+            raise ConfigError(f"the profile of {name} does not model {key}", hint)
 
 
 def split_overrides(overrides: Sequence[str]) -> tuple[dict[str, str], list[str]]:

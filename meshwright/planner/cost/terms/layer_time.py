@@ -15,7 +15,7 @@ from functools import cache, singledispatch
 from typing import Any
 
 from meshwright.models.architecture import Architecture
-from meshwright.models.block_kinds import BlockKind
+from meshwright.models.block_kinds import BlockKind, attended_tokens
 from meshwright.planner.cost.terms.float8_recipe import FLOAT8_RECIPES
 from meshwright.planner.cost.terms.host_time import HOST_SPEEDS, forward_kernels, host_seconds
 from meshwright.planner.cost.terms.kernel_time import (
@@ -60,6 +60,9 @@ tensor cores; the chunks of the others are small matmuls. Of the order of the ke
 flash-linear-attention; stated, not fitted: no published run of these models has been read."""
 BACKWARD_LAUNCHES = 1.4
 """The host's launch time of a backward pass, relative to that of a forward pass."""
+
+CHUNK_QUERIES = 128
+"""Queries of a chunk of Meshwright's attention with capped scores."""
 
 MatmulShape = tuple[int, int, int, int]
 """rows, columns, inner, count"""
@@ -321,10 +324,13 @@ def attention_time(model: Architecture, shape: LayerShape, kind: BlockKind) -> t
         forward = causal_flops / (shape.rate.flops * efficiency) * slowdown
         return forward, 2.5 * forward / 0.85
     heads, head_dim = shape.micro_batch * max(1, model.heads // shape.tensor), model.head_dim
-    queries = shape.sequence // shape.context
-    scores = matmul_time(shape.rate, queries, shape.sequence, head_dim, heads)
-    forward = scores + matmul_time(shape.rate, queries, head_dim, shape.sequence, heads)
-    score_bytes = trainer.score_traffic_bytes * heads * queries * shape.sequence
+    queries, keys = shape.sequence // shape.context, shape.sequence
+    if trainer.flash_attention:  # capped scores are computed by chunks of queries, without keys that none of them sees
+        window = model.sliding_window if kind.mixer == "window" else 0
+        keys = min(keys, round(attended_tokens(shape.sequence, window) + CHUNK_QUERIES / 2))
+    scores = matmul_time(shape.rate, queries, keys, head_dim, heads)
+    forward = scores + matmul_time(shape.rate, queries, head_dim, keys, heads)
+    score_bytes = trainer.score_traffic_bytes * heads * queries * keys
     return forward + score_bytes / shape.rate.bandwidth, 2 * forward + 1.3 * score_bytes / shape.rate.bandwidth
 
 

@@ -67,7 +67,15 @@ def module_output(model: Architecture, settings: ActivationSettings) -> float:
     return partial + settings.residual_tokens * model.width * settings.compute_bytes
 
 
-def attention_activations(model: Architecture, settings: ActivationSettings) -> ModuleActivations:
+def attends_by_chunks(model: Architecture, settings: ActivationSettings, kind: BlockKind) -> bool:
+    """Whether Meshwright computes attention by chunks of queries, and writes its output by heads: with soft-capped
+    scores, and on CPU within windows and documents, for which CUDA has a kernel.
+    """
+    in_window = kind.mixer == "window" and model.sliding_window < settings.sequence
+    return model.capped_scores or (settings.on_cpu and (in_window or settings.has_documents))
+
+
+def attention_activations(model: Architecture, settings: ActivationSettings, kind: BlockKind) -> ModuleActivations:
     layout, trainer, e = settings.layout, settings.trainer, settings.compute_bytes
     tokens = settings.tokens / layout.tensor
     ring = layout.context > 1 and settings.context_method == "ring"
@@ -82,7 +90,7 @@ def attention_activations(model: Architecture, settings: ActivationSettings) -> 
         normed_latent = mla.q_lora_rank + mla.kv_lora_rank
         keys, latent = queries + values, 2 * normed_latent + mla.qk_rope_head_dim
     copies_output = (ring and not trainer.fused_kernels) or (settings.on_cpu and model.latent_attention is not None)
-    token_layout = values if copies_output else 0
+    token_layout = values if copies_output or attends_by_chunks(model, settings, kind) else 0
     logsumexp = tokens * model.heads * settings.reduction_bytes if trainer.flash_attention else 0.0
     output = tokens * values * (trainer.attention_output_bytes or e)
     qkvo = tokens * (queries + keys) * e + output + logsumexp
