@@ -19,8 +19,10 @@ CONFIG_KEYS = {
     "offload": "optimizer.cpu_offload",
     "optimizer": "optimizer.kind",
     "implementation": "optimizer.implementation",
+    "weights": "precision.weights",
+    "window": "model.options.window",
 }
-MODEL_KEYS = ("layers", "heads", "kv_heads", "ffn", "experts", "experts_shared", "separator")
+MODEL_KEYS = ("family", "layers", "heads", "kv_heads", "ffn", "experts", "experts_shared", "separator")
 
 SINGLE_AXES = [
     *(f"pipeline={ranks} schedule={kind}" for ranks in (2, 4, 8) for kind in SCHEDULES),

@@ -52,7 +52,12 @@ def build_step(world: World, config: RunConfig, layout: Layout) -> Step:
     precision = Precision(config.precision, world.device)
     parallel_model = build_parallel_decoder(config, layout, precision, world)
     optimizer = build_optimizer(
-        parallel_model.parameters(), config.optimizer, layout, world, parallel_model.block_patterns
+        parallel_model.parameters(),
+        config.optimizer,
+        layout,
+        world,
+        parallel_model.block_patterns,
+        masters=parallel_model.masters,
     )
     return Step(StepContext.for_rank(config, layout, world, parallel_model, optimizer, precision))
 

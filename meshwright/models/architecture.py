@@ -11,7 +11,7 @@ from dataclasses import dataclass, fields
 from functools import cached_property
 from typing import ClassVar, Literal
 
-from meshwright.models.block_kinds import BlockKind, LinearAttention, StateSpace, attended_tokens
+from meshwright.models.block_kinds import BlockKind, LinearAttention, Mixer, StateSpace, attended_tokens
 
 
 @dataclass(frozen=True)
@@ -28,6 +28,11 @@ class LatentAttention:
     """dimension with rotary position; all heads share these keys"""
     v_head_dim: int
     """dimension of a head's values"""
+
+    def up_projections(self, heads: int) -> int:
+        """Parameters in the matrices that project compressed queries, keys and values up to the heads."""
+        query_dim = self.qk_nope_head_dim + self.qk_rope_head_dim
+        return heads * (self.q_lora_rank * query_dim + self.kv_lora_rank * (self.qk_nope_head_dim + self.v_head_dim))
 
 
 @dataclass(frozen=True)
@@ -75,17 +80,17 @@ class Architecture:
     parallel_residual: bool = False
     """whether attention and feed-forward read the same input, and are added together"""
     sliding_window: int = 0
-    """tokens that attention looks back; 0 for all"""
+    """tokens that attention looks back in layers with a window: those of `layer_kinds`, or all; 0: none has one"""
     learned_positions: int = 0
     """number of learned position embeddings; 0 for rotary or no positions"""
     experts: int = 0
     """routed experts per MoE layer; 0 for a dense model"""
     experts_active: int = 0
     """routed experts per token"""
-    experts_shared: int = 0
-    """shared experts per MoE layer"""
     expert_ffn: int = 0
-    """intermediate size of one expert"""
+    """intermediate size of one routed expert"""
+    shared_ffn: int = 0
+    """intermediate size of the shared experts of an MoE layer together; 0 if it has none"""
     shared_expert_gate: bool = False
     """whether a gate scales the output of the shared experts"""
     dense_layers: int = 0
@@ -93,7 +98,7 @@ class Architecture:
     latent_attention: LatentAttention | None = None
     """sizes of multi-head latent attention; None for other attention"""
     layer_kinds: tuple[BlockKind, ...] = ()
-    """the kind of every layer of a hybrid model; empty if all layers have full attention and a feed-forward"""
+    """the kind of every layer of a hybrid model; empty if all layers have the same attention and a feed-forward"""
     state_space: StateSpace | None = None
     """sizes of the state-space layers among `layer_kinds`"""
     linear_attention: LinearAttention | None = None
@@ -135,14 +140,9 @@ class Architecture:
             return self.width * self.head_dim * (query_heads + 2 * self.kv_heads)
         mla = self.latent_attention
         query_dim = mla.qk_nope_head_dim + mla.qk_rope_head_dim
-        queries = (
-            mla.q_lora_rank * (self.width + self.heads * query_dim)
-            if mla.q_lora_rank
-            else self.width * self.heads * query_dim
-        )
-        down = self.width * (mla.kv_lora_rank + mla.qk_rope_head_dim)
-        up = mla.kv_lora_rank * self.heads * (mla.qk_nope_head_dim + mla.v_head_dim)
-        return queries + down + up + self.heads * mla.v_head_dim * self.width
+        down = self.width * (mla.q_lora_rank or self.heads * query_dim)
+        down += self.width * (mla.kv_lora_rank + mla.qk_rope_head_dim)
+        return down + mla.up_projections(self.heads) + self.heads * mla.v_head_dim * self.width
 
     @property
     def ffn_parameters(self) -> int:
@@ -151,9 +151,14 @@ class Architecture:
 
     @property
     def expert_parameters(self) -> int:
-        """Parameters in the matrices of one expert, and its biases."""
+        """Parameters in the matrices of one routed expert, and its biases."""
         bias = (self.ffn_matrices - 1) * self.expert_ffn + self.width if self.expert_bias else 0
         return self.ffn_matrices * self.width * self.expert_ffn + bias
+
+    @property
+    def shared_expert_parameters(self) -> int:
+        """Parameters in the matrices of the shared experts of one layer."""
+        return self.ffn_matrices * self.width * self.shared_ffn
 
     def is_moe_layer(self, layer: int) -> bool:
         """Whether the layer has experts."""
@@ -163,7 +168,12 @@ class Architecture:
         """The kind of a layer."""
         if self.layer_kinds:
             return self.layer_kinds[layer]
-        return BlockKind(ffn="moe" if self.experts and layer >= self.dense_layers else "dense")
+        return BlockKind(self.uniform_mixer, "moe" if self.experts and layer >= self.dense_layers else "dense")
+
+    @property
+    def uniform_mixer(self) -> Mixer:
+        """The mixer of all layers of a model that is not a hybrid."""
+        return "window" if self.sliding_window else "attention"
 
     @cached_property
     def kind_counts(self) -> dict[BlockKind, int]:
@@ -175,7 +185,7 @@ class Architecture:
         a short pattern, so that every pipeline stage has about the same shares.
         """
         if not self.layer_kinds:
-            return ((BlockKind(ffn="moe" if moe else "dense"), 1.0),)
+            return ((BlockKind(self.uniform_mixer, "moe" if moe else "dense"), 1.0),)
         return self._shares[moe]
 
     @cached_property
@@ -247,7 +257,7 @@ class Architecture:
         mixer = self.mixer_parameters(kind)
         if kind.ffn != "moe":
             return mixer + (self.ffn_parameters if kind.ffn == "dense" else 0)
-        active = (self.experts_active + self.experts_shared) * self.expert_parameters
+        active = self.experts_active * self.expert_parameters + self.shared_expert_parameters
         return mixer + active + self.width * (self.experts + self.shared_expert_gate)
 
     def matrix_parameters(self, layer: int) -> int:
@@ -274,7 +284,8 @@ class Architecture:
         norms += (2 * self.head_dim if self.qk_norm else 0) + (self.heads if self.attention_sinks else 0)
         if self.latent_attention is not None:
             norms += self.latent_attention.q_lora_rank + self.latent_attention.kv_lora_rank
-        qkv = self.head_dim * (self.heads + 2 * self.kv_heads) if self.bias or self.qkv_bias else 0
+        query_heads = (2 if self.attention_gate else 1) * self.heads
+        qkv = self.head_dim * (query_heads + 2 * self.kv_heads) if self.bias or self.qkv_bias else 0
         out = self.width if self.bias or self.out_bias else 0
         return norms + qkv + out + ffn
 

@@ -21,6 +21,7 @@ MAX_CONFIG_BYTES = 1 << 20
 Layers = Annotated[int, Range(minimum=1, maximum=1 << 12)]
 Heads = Annotated[int, Range(minimum=1, maximum=1 << 14)]
 Width = Annotated[int, Range(minimum=1, maximum=1 << 20)]
+OptionalWidth = Annotated[int, Range(minimum=0, maximum=1 << 20)]
 Vocabulary = Annotated[int, Range(minimum=2, maximum=1 << 24)]
 Experts = Annotated[int, Range(minimum=1, maximum=1 << 14)]
 OptionalCount = Annotated[int, Range(minimum=0, maximum=1 << 14)]

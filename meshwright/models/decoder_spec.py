@@ -235,6 +235,6 @@ def architecture(config: ModelConfig, variant: DecoderVariant) -> Architecture:
         sliding_window=variant.window or 0,
         experts=config.experts,
         experts_active=config.experts_active if config.experts else 0,
-        experts_shared=config.experts_shared,
         expert_ffn=config.ffn if config.experts else 0,
+        shared_ffn=config.experts_shared * config.ffn if config.experts else 0,
     )

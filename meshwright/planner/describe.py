@@ -90,8 +90,7 @@ def sync_seconds(plan: Estimate) -> float:
 
 def recompute_seconds(plan: Estimate) -> float:
     """Returns the seconds of a step that activation checkpointing spends on recomputation."""
-    compute = plan.phases.get("forward", 0.0) + plan.phases.get("backward", 0.0)
-    return plan.phases.get("recompute", compute * (1 - plan.model_flops / plan.hardware_flops))
+    return plan.phases.get("recompute", 0.0)
 
 
 def lost_seconds(plan: Estimate) -> dict[str, float]:

@@ -33,7 +33,7 @@ def cached_plan(model: str, cluster: str, scaling: bool = False) -> PlanResult:
 def untrainable_workload() -> Workload:
     """A model that Meshwright's decoder cannot train: latent attention, and a vocabulary that nothing divides."""
     model = Architecture(
-        "lat", 27, 2048, 16, 16, 128, 10944, 102403, experts=64, experts_active=6, experts_shared=2, expert_ffn=1408,
+        "lat", 27, 2048, 16, 16, 128, 10944, 102403, experts=64, experts_active=6, expert_ffn=1408, shared_ffn=2816,
         dense_layers=1, latent_attention=LatentAttention(0, 512, 128, 64, 128),
     )  # fmt: skip
     return Workload(model, 512, 4096)

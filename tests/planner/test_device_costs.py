@@ -33,6 +33,10 @@ def test_a_power_limit_lowers_the_rate_less_than_the_power() -> None:
     assert power_limited_fraction(0.66, 500, 700) == pytest.approx(0.52, rel=0.01)
     assert power_limited_fraction(0.66, 900, 700) == 0.66
     assert power_limited_fraction(0.66, 500, 0) == 0.66
+    lower, full = (NODE_TYPES[name].device.sustained_fraction for name in ("h100-500w", "h100"))
+    law = power_limited_fraction(1.0, 500, 700)
+    assert lower["bf16"] / full["bf16"] == pytest.approx(law, rel=0.01)
+    assert lower["fp8"] / full["fp8"] == pytest.approx(law, rel=0.06)
     limited = NODE_TYPES["h100"].device.with_power_limit(500)
     assert limited.power == 500
     assert limited.sustained_fraction["fp8"] < NODE_TYPES["h100"].device.sustained_fraction["fp8"]
@@ -48,7 +52,7 @@ def test_rowwise_casts_cost_more_than_tensorwise_ones() -> None:
         recipe: estimate(replace(job, trainer=replace(job.trainer, float8_recipe=recipe))).seconds  # type: ignore[arg-type]
         for recipe in FLOAT8_RECIPES
     }
-    assert seconds["tensorwise"] == seconds["mxfp8"] < min(seconds["blockwise"], seconds["rowwise"])
+    assert seconds["tensorwise"] < min(seconds["blockwise"], seconds["rowwise"])
 
 
 def test_offloaded_update_takes_the_transfers_and_the_host_update() -> None:
@@ -79,12 +83,3 @@ def test_selective_policies_trade_memory_for_time() -> None:
     full = estimate(replace(job, activation_checkpoint="none")).peak_memory.activations
     assert memory["alternate_matmuls"] < memory["matmuls"] < memory["all_but_pointwise"] < full
     assert estimates["all_but_pointwise"].phases["recompute"] < estimates["alternate_matmuls"].phases["recompute"]
-
-
-def test_prefetching_more_units_takes_more_memory() -> None:
-    job = llama_job("--batch.global=64", "--batch.micro=4")
-    one, three = (
-        estimate(replace(job, trainer=replace(job.trainer, prefetched_units=units))).peak_memory.tensors
-        for units in (1, 3)
-    )
-    assert three > one

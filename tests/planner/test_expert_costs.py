@@ -72,7 +72,7 @@ def test_overlap_hides_no_more_than_the_other_micro_batch_computes() -> None:
     assert exposed_all_to_all(4.0, 0.0, 10.0) == 4.0
     assert exposed_all_to_all(4.0, 1.0, 10.0) == 0.0
     assert exposed_all_to_all(4.0, 1.0, 3.0) == 1.0
-    assert exposed_all_to_all(4.0, 0.5, 10.0, shared_compute=1.5) == 0.5
+    assert exposed_all_to_all(4.0, 0.5, 10.0) == 2.0
     overlapped = estimate(moe_job(trainer=replace(BRIDGE, expert_overlap=1.0, contention=0.15)))
     exposed = estimate(moe_job(trainer=replace(BRIDGE, expert_overlap=0.0)))
     assert overlapped.phases.get("expert", 0.0) < 0.5 * exposed.phases["expert"]
@@ -81,7 +81,7 @@ def test_overlap_hides_no_more_than_the_other_micro_batch_computes() -> None:
 
 def test_all_to_alls_hide_behind_a_pass_of_the_other_direction() -> None:
     """Another micro-batch runs backward during a forward pass: dispatch and combine hide behind half of it each."""
-    job = moe_job(trainer=replace(BRIDGE, expert_overlap=1.0, overlaps_shared_experts=False))
+    job = moe_job(trainer=replace(BRIDGE, expert_overlap=1.0))
     slow = replace(job.cluster, inter_node=replace(job.cluster.inter_node, bandwidth=1e8))
     job = replace(job, cluster=slow)
     shape = layer_shape(job)

@@ -132,16 +132,60 @@ def test_invalid_config_error_names_file_and_key_in_one_line(change, message):
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("name", "change", "message"),
     [
-        ({"decoder_sparse_step": 2}, "decoder_sparse_step = 2 alternates dense and MoE layers"),
-        ({"mlp_only_layers": [3]}, "mlp_only_layers = [3] is not supported; expected the first layers"),
-        ({"mlp_only_layers": "0"}, "mlp_only_layers"),
+        (
+            "qwen3-30b-a3b",
+            {"mlp_only_layers": [48]},
+            "mlp_only_layers = [48] is not supported; expected a list of layers",
+        ),
+        ("qwen3-30b-a3b", {"mlp_only_layers": [True]}, "mlp_only_layers = [true] is not supported"),
+        ("qwen3-next", {"mlp_only_layers": {"0": 1}}, "mlp_only_layers"),
+        ("qwen3-next", {"mlp_only_layers": [[10**400]]}, "mlp_only_layers"),
+        ("qwen3-next", {"decoder_sparse_step": 0}, "decoder_sparse_step = 0 is out of range"),
+        ("qwen3-next", {"layer_types": ["sliding_attention"] * 48}, "expected 48 of full_attention, linear_attention"),
+        ("gemma3-1b", {"layer_types": ["linear_attention"] * 26}, "expected 26 of full_attention, sliding_attention"),
+        ("gpt-oss-20b", {"layer_types": ["linear_attention"] * 24}, "expected 24 of full_attention, sliding_attention"),
+        ("gpt-oss-20b", {"layer_types": [{}] * 24}, "layer_types"),
+        (
+            "nemotron-3-nano",
+            {"moe_shared_expert_intermediate_size": None},
+            "has no moe_shared_expert_intermediate_size",
+        ),
+        ("nemotron-3-nano", {"moe_shared_expert_intermediate_size": -1}, "is out of range"),
+        ("nemotron-3-nano", {"moe_latent_size": 1024}, "moe_latent_size = 1024 is not supported; expected null"),
+        ("nemotron-3-nano", {"layers_block_type": ["mamba", [], "x"]}, "layers_block_type"),
+        ("nemotron-3-nano", {"layers_block_type": ["mamba"] * 5000}, "is not supported"),
+        ("nemotron-h-8b", {"use_bias": True}, "use_bias = true is not supported; expected false"),
+        ("nemotron-h-8b", {"hybrid_override_pattern": None}, "has no hybrid_override_pattern"),
+        ("jamba-v0.1", {"mamba_proj_bias": True}, "mamba_proj_bias = true is not supported"),
+        ("jamba-v0.1", {"mamba_dt_rank": "many"}, "mamba_dt_rank"),
+        ("deepseek-v3", {"n_shared_experts": 1 << 60}, "n_shared_experts"),
     ],
 )
-def test_unsupported_order_of_moe_layers_is_rejected(change, message):
-    with pytest.raises(ConfigError, match=message.replace("[", "\\[")):
-        parse(COUNTED["qwen3-30b-a3b"]["config"] | change)
+def test_layers_that_are_not_modelled_are_a_one_line_error(name, change, message):
+    with pytest.raises(ConfigError) as raised:
+        parse(COUNTED[name]["config"] | change)
+    assert message in str(raised.value)
+    assert "\n" not in str(raised.value)
+
+
+def test_layers_without_experts_follow_from_a_qwen_config():
+    def feed_forwards(name, **change):
+        model = parse(COUNTED[name]["config"] | change).architecture
+        return [model.block_kind(layer).ffn for layer in range(model.layers)]
+
+    assert feed_forwards("qwen3-moe-dense-middle") == ["moe", "moe", "dense", "moe", "dense", "moe"]
+    assert feed_forwards("qwen3-moe-every-third") == ["dense", "dense", "moe"] * 2
+    assert feed_forwards("qwen3-next-dense-layers") == ["dense", "moe", "moe", "dense", "moe", "moe"]
+    assert feed_forwards("qwen3-moe-every-third", mlp_only_layers=[5]) == ["dense", "dense", "moe"] + ["dense"] * 3
+    assert parse(COUNTED["qwen3-moe-every-third"]["config"] | {"decoder_sparse_step": 7}).architecture.experts == 0
+
+
+def test_shared_experts_may_be_of_any_width():
+    model = parse(COUNTED["nemotron-shared-experts"]["config"]).architecture
+    assert (model.expert_ffn, model.shared_ffn) == (10, 25)
+    assert model.shared_expert_parameters == 2 * 32 * 25
 
 
 @pytest.mark.parametrize(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -10,12 +11,12 @@ from meshwright.config import Batch
 from meshwright.models.architecture import Architecture
 from meshwright.planner.cost.units.group_placements import group_placements
 from meshwright.planner.hardware.adapters import (
-    group_bandwidth,
     groups_at_once,
     sender_bandwidth,
     senders_at_once,
 )
-from meshwright.planner.hardware.cluster import GB, NODE_TYPES, preset_cluster
+from meshwright.planner.hardware.cluster import GB, NODE_TYPES, Cluster, preset_cluster
+from meshwright.planner.hardware.cluster_file import read_cluster
 from meshwright.planner.hardware.links import GroupPlacement, collective_seconds
 from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.planner.workload.trainer_profiles import MEGATRON_2024
@@ -39,8 +40,62 @@ def bus_bandwidth(collective: str, message_bytes: float, ranks: int) -> float:
 
 def test_groups_of_a_node_share_its_adapters() -> None:
     assert [groups_at_once(8, ranks) for ranks in (1, 2, 4, 8)] == [8, 4, 2, 1]
-    assert group_bandwidth(400.0, 8, 2) == 100.0
-    assert sum(group_bandwidth(400.0, 8, 2) for _ in range(groups_at_once(8, 2))) == 400.0
+    cluster = preset_cluster("h100", 64)
+    alone, shared = (collective_seconds(cluster, "all_reduce", 1e11, GroupPlacement(8 * own, own)) for own in (8, 2))
+    assert shared * 2 * 63 / 64 == pytest.approx(4 * alone * 2 * 15 / 16, rel=0.01)
+
+
+NETWORK_CURVE = ((2.0**20, 9.0 * GB), (2.0**24, 90.0 * GB), (2.0**30, 360.0 * GB))
+"""Message bytes and bus bandwidth of one group with all ranks of several nodes, as nccl-tests prints them."""
+
+
+def cluster_with_curve(devices: int = 64) -> Cluster:
+    cluster = preset_cluster("h100", devices)
+    return replace(cluster, inter_node=replace(cluster.inter_node, bandwidth_curve=NETWORK_CURVE))
+
+
+def test_measured_curve_between_nodes_is_that_of_a_group_with_all_devices() -> None:
+    for size, rate in NETWORK_CURVE:
+        seconds = collective_seconds(cluster_with_curve(), "all_reduce", size, GroupPlacement(64, 8))
+        assert seconds == pytest.approx(2 * 63 / 64 * size / rate)
+        seconds = collective_seconds(cluster_with_curve(), "all_gather", size, GroupPlacement(64, 8))
+        assert seconds == pytest.approx(63 / 64 * size / rate)
+
+
+@pytest.mark.parametrize("ranks_per_node", [1, 2, 4])
+def test_groups_that_share_a_measured_curve_take_as_long_as_one_group_with_their_messages(ranks_per_node: int) -> None:
+    cluster, groups = cluster_with_curve(), 8 // ranks_per_node
+    placement, size = GroupPlacement(8 * ranks_per_node, ranks_per_node), 2.0**22
+    wire, whole = (n - 1 for n in (placement.ranks, 64))
+    seconds = collective_seconds(cluster, "all_gather", size, placement) / wire * placement.ranks
+    together = collective_seconds(cluster, "all_gather", groups * size, GroupPlacement(64, 8)) / whole * 64
+    assert seconds == pytest.approx(together)
+
+
+@pytest.mark.parametrize("collective", ["all_to_all", "send"])
+def test_a_device_has_its_share_of_a_measured_curve(collective: str) -> None:
+    placement = GroupPlacement(64, 8) if collective == "all_to_all" else GroupPlacement(2, 1, 8)
+    across = 56 / 64 if collective == "all_to_all" else 1
+    seconds = collective_seconds(cluster_with_curve(), collective, 2.0**31, placement)
+    assert seconds == pytest.approx(across * 2**31 / (360 * GB / 8), rel=1e-3)  # latencies inside a node
+
+
+def test_bandwidth_of_a_cluster_file_with_a_curve_alone_is_the_share_of_a_device(tmp_path: Path) -> None:
+    file = tmp_path / "ours.toml"
+    file.write_text(
+        'like = "h100"\nnodes = 4\n[inter_node]\nbandwidth_gbs = 40.0\ncurve = [[1048576, 9.0], [1073741824, 360.0]]\n'
+    )
+    given = read_cluster(file)
+    assert given.inter_node.bandwidth == 40 * GB
+    assert collective_seconds(given, "all_gather", 2.0**30, GroupPlacement(32, 8)) == pytest.approx(
+        31 / 32 * 2**30 / (360 * GB)
+    )
+    file.write_text(
+        "nodes = 4\ndevices_per_node = 8\n[device]\nmemory_gb = 80\nmemory_bandwidth_gbs = 3000\n"
+        "peak_tflops = {bf16 = 900}\n[intra_node]\nbandwidth_gbs = 450\n"
+        "[inter_node]\ncurve = [[1048576, 9.0], [1073741824, 360.0]]\n"
+    )
+    assert read_cluster(file).inter_node.bandwidth == pytest.approx(45 * GB)
 
 
 def test_ranks_of_a_stage_that_fill_a_node_all_send_at_once() -> None:

@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from dataclasses import replace
 from pathlib import Path
 
-from meshwright.planner.calibration.profile_fit import FITTED_FIELDS
-from meshwright.planner.hardware.cluster import GB, NODE_TYPES, TERA
-from meshwright.planner.workload import trainer_profiles
+import pytest
 
+from meshwright.config import RunConfig, load_config
+from meshwright.config.device_defaults import with_device_defaults
+from meshwright.planner.calibration.profile_fit import FITTED_FIELDS
+from meshwright.planner.cost.comm_volume import run_trace
+from meshwright.planner.cost.trace.operations import Communicate
+from meshwright.planner.hardware.cluster import GB, NODE_TYPES, TERA, preset_cluster
+from meshwright.planner.workload import trainer_profiles
+from meshwright.planner.workload.own_trainer import own_trainer
+from meshwright.planner.workload.planned_job import PlannedJob
+from meshwright.topology.layout import Layout
+
+CUDA_DEFAULTS = with_device_defaults(RunConfig(), "cuda")
 FITTED_PROFILES = (
     trainer_profiles.MESHWRIGHT,
     trainer_profiles.MESHWRIGHT_COMPILED,
+    replace(own_trainer(CUDA_DEFAULTS, Layout(), 1), name="meshwright on CUDA"),
     trainer_profiles.COMPOSER,
     trainer_profiles.TORCHTITAN_2024,
     trainer_profiles.TORCHTITAN_COMPILED,
@@ -51,6 +64,55 @@ def test_planner_page_lists_every_device() -> None:
 
 def test_planner_page_lists_every_fitted_field_of_the_trainers() -> None:
     assert [row for row in trainer_rows() if row not in PAGE] == []
+
+
+TENSOR_TRAINERS = {
+    "meshwright": None,
+    "torchtitan": trainer_profiles.TORCHTITAN,
+    "megatron, meta-2024": trainer_profiles.META_2024,
+    "megatron-2021, deepspeed": trainer_profiles.DEEPSPEED,
+}
+MODES = ("none", "selective", "full")
+
+
+def block_collectives(trainer: trainer_profiles.TrainerProfile | None, mode: str) -> Counter[str]:
+    """The collectives of the tensor axis for one block of Llama 8B and one micro-batch."""
+    config = load_config(None, ["--preset=llama-8b", "--layout.tensor=2", f"--activation_checkpoint.mode={mode}"])
+    job = PlannedJob.from_config(config, preset_cluster("h100", 2))
+    if trainer is not None:
+        job = replace(job, trainer=trainer, run_config=None)
+    [builder] = run_trace(job, 0).builders
+    [block] = [part for part in builder.parts if part.block is not None and part.repeats > 1][:1]
+    messages: Counter[str] = Counter()
+    for collective in (*block.messages.forward, *block.messages.backward, *block.messages.recomputed):
+        assert isinstance(collective, Communicate)
+        assert collective.message_bytes == 2 * job.tokens_per_micro_batch * job.model.width
+        messages[collective.collective] += int(collective.calls)
+    return messages
+
+
+def tensor_rows() -> list[str]:
+    rows = []
+    for name, trainer in TENSOR_TRAINERS.items():
+        cells = []
+        for mode in MODES:
+            counts = block_collectives(trainer, mode)
+            if counts["all_reduce"]:
+                cells.append(f"{counts['all_reduce']} all-reduces")
+            else:
+                cells.append(f"{counts['all_gather']} all-gathers, {counts['reduce_scatter']} reduce-scatters")
+        rows.append(f"| {name} | " + " | ".join(cells) + " |")
+    return rows
+
+
+def test_planner_page_lists_the_collectives_of_tensor_parallelism() -> None:
+    assert [row for row in tensor_rows() if row not in PAGE] == []
+
+
+@pytest.mark.parametrize("name", trainer_profiles.TRAINERS)
+def test_planner_page_lists_every_trainer(name: str) -> None:
+    rows = [row for row in PAGE.splitlines() if row.startswith("| `")]
+    assert any(f"`{name}`" in row.split(" | ")[0] for row in rows) or name == "meshwright-eager"
 
 
 def test_planner_page_names_modules_that_exist() -> None:

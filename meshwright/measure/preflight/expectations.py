@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from meshwright.measure.preflight.measurements import DeviceMeasurement, GroupMeasurement
 from meshwright.planner.hardware.cluster import Cluster
-from meshwright.planner.hardware.links import bus_bandwidth, collective_seconds, group_placement
+from meshwright.planner.hardware.links import cluster_links, collective_seconds, group_placement
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,9 @@ class Expectations:
 
     def pair_bandwidth(self, message_bytes: int) -> float | None:
         """Bytes/s that the planner assumes between two ranks of different hosts."""
-        return None if self.cluster is None or self.inferred else bus_bandwidth(self.cluster.inter_node, message_bytes)
+        if self.cluster is None or self.inferred:
+            return None
+        return cluster_links(self.cluster).device_rate(message_bytes)
 
     def group_seconds(self, group: GroupMeasurement) -> float | None:
         """Seconds that the planner assumes for a collective."""

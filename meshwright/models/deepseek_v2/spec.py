@@ -178,8 +178,8 @@ def architecture(config: ModelConfig, options: DeepSeekV2Options) -> Architectur
         tied_embeddings=config.tie,
         experts=config.experts,
         experts_active=config.experts_active,
-        experts_shared=config.experts_shared,
         expert_ffn=config.ffn,
+        shared_ffn=config.experts_shared * config.ffn,
         dense_layers=options.dense_layers,
         latent_attention=sizes,
     )

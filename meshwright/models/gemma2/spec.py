@@ -10,6 +10,7 @@ from typing import Annotated
 from meshwright.config import ModelConfig
 from meshwright.config.constraints import PositiveFloat, Range
 from meshwright.models.architecture import Architecture
+from meshwright.models.block_kinds import BlockKind
 from meshwright.models.decoder_spec import BYTES, INIT_STD, require_no_experts, resolve_head_size
 from meshwright.models.spec import (
     AFTER,
@@ -161,4 +162,6 @@ def architecture(config: ModelConfig, options: Gemma2Options) -> Architecture:
         post_norms=True,
         capped_scores=True,
         capped_logits=True,
+        sliding_window=options.window,
+        layer_kinds=tuple(BlockKind("attention" if layer % 2 else "window") for layer in range(config.layers)),
     )

@@ -7,6 +7,7 @@ from functools import singledispatch
 from typing import Any
 
 from meshwright.models.architecture import Architecture
+from meshwright.planner.cost.terms.recomputation import recomputed_parts, recomputes_latent_projections
 from meshwright.planner.workload.planned_job import PlannedJob
 
 
@@ -33,11 +34,10 @@ def _(model: Architecture, job: PlannedJob) -> StepFlops:
     active = sum(count * model.active_kind_parameters(kind) for kind, count in kinds)
     matmul_flops = 6.0 * tokens * (active + model.vocab * model.width)
     attention_flops = 3.0 * tokens * sum(count * model.mixer_flops(kind, job.sequence) for kind, count in kinds)
-    recomputed = 0.0
-    if job.activation_checkpoint in ("full", "alternate"):
-        fraction = 0.5 if job.activation_checkpoint == "alternate" else 1.0
-        head_flops = 6.0 * tokens * model.vocab * model.width
-        recomputed = fraction * (matmul_flops - head_flops + attention_flops) / 3
-    elif job.activation_checkpoint == "selective" and not job.trainer.flash_attention:
-        recomputed = attention_flops / 3
+    repeated = recomputed_parts(job.activation_checkpoint, job.trainer)
+    recomputed = repeated.matmuls * 2.0 * tokens * active + repeated.mixer * attention_flops / 3
+    mla = model.latent_attention
+    if mla is not None and recomputes_latent_projections(job.activation_checkpoint, job.trainer):
+        layers = sum(count for kind, count in kinds if kind.has_attention)
+        recomputed += 2.0 * tokens * layers * mla.up_projections(model.heads)
     return StepFlops(matmul_flops + attention_flops, recomputed)

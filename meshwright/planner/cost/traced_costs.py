@@ -171,6 +171,8 @@ def _(
     )
 
 
+RECOMPUTED_FORWARD = {"none": 0.0, "selective": 0.5, "full": 1.0}
+"""The fraction of the forward pass of the blocks that activation checkpointing repeats."""
 MATMUL_EFFICIENCY = 0.8
 """The rate of the matrix products of a model of one's own, as a fraction of that of large ones."""
 
@@ -209,7 +211,7 @@ def sum_times(times: list[LayerTime], recomputed: float) -> LayerTime:
 @block_time.register
 @cache
 def _(model: TracedModel, shape: LayerShape, moe: bool) -> LayerTime:  # noqa: ARG001
-    recomputed = {"none": 0.0, "selective": 0.5, "full": 1.0}[shape.activation_checkpoint]
+    recomputed = RECOMPUTED_FORWARD[shape.activation_checkpoint]
     return sum_times([unit_time(b.cost, shape, 1 / model.layers) for b in model.spec.blocks], recomputed)
 
 
@@ -231,4 +233,4 @@ def _(model: TracedModel, job: PlannedJob) -> StepFlops:
     costs = [spec.before_cost, *(block.cost for block in spec.blocks), spec.after_cost]
     total = sum(cost.flops.of(samples) + cost.backward_flops.of(samples) for cost in costs)
     blocks = sum(block.cost.flops.of(samples) for block in spec.blocks)
-    return StepFlops(total, blocks if job.activation_checkpoint == "full" else 0.0)
+    return StepFlops(total, RECOMPUTED_FORWARD[job.activation_checkpoint] * blocks)

@@ -29,11 +29,6 @@ def senders_at_once(devices_per_node: int, ranks_per_stage: int) -> int:
     return max(1, min(devices_per_node, ranks_per_stage))
 
 
-def group_bandwidth(node_bandwidth: float, devices_per_node: int, ranks_per_node: int) -> float:
-    """Bytes/s of one group across nodes."""
-    return node_bandwidth / groups_at_once(devices_per_node, ranks_per_node)
-
-
 def sender_bandwidth(node_bandwidth: float, adapters: int, senders: int) -> float:
     """Bytes/s of one rank that sends: its share of the adapters, and at most one of them."""
     return min(node_bandwidth / senders, node_bandwidth / max(1, adapters))

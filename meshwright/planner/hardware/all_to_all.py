@@ -73,4 +73,4 @@ def reachable_nodes(nodes: int, groups: int, groups_active: int) -> int:
 
 def transfer_seconds(inside_bytes: float, across_bytes: float, intra_node_rate: float, inter_node_rate: float) -> float:
     """Seconds in which both links transfer their bytes, at the same time."""
-    return max(inside_bytes / intra_node_rate, across_bytes / inter_node_rate if across_bytes else 0.0)
+    return max(inside_bytes / intra_node_rate, across_bytes / inter_node_rate)

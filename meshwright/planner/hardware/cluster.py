@@ -92,11 +92,17 @@ class Link:
     latency: float
     """seconds per hop of a collective"""
     bandwidth_curve: tuple[tuple[float, float], ...] = ()
-    """measured (message bytes, bus bandwidth in bytes/s); if present, it replaces bandwidth and latency"""
+    """measured (message bytes, bus bandwidth in bytes/s) of a group with all devices of its nodes; if there is one, it
+    replaces bandwidth and latency"""
     collective_curves: tuple[BandwidthCurve, ...] = ()
     """measured curves by collective and number of ranks; the most specific one is used"""
     all_reduce_bandwidth: float = 0.0
     """bus bandwidth in bytes/s of an all-reduce that the switch reduces (NVLS); 0 if no switch does"""
+
+    @property
+    def hop_latency(self) -> float:
+        """Seconds per hop beside the rate of a message: a measured curve contains them."""
+        return 0.0 if self.bandwidth_curve else self.latency
 
 
 @dataclass(frozen=True)

@@ -21,6 +21,10 @@
     all_reduce_gbs = 480.0           # optional: an all-reduce that the switch reduces (NVLS)
     curve = [[1048576, 40.0], [16777216, 220.0]]   # measured: message bytes, bus bandwidth in GB/s
 
+    [inter_node]
+    curve = [[1048576, 9.0], [1073741824, 360.0]]  # the same of one group with all devices of several nodes, as
+                                     # nccl-tests prints it; it is not per device: smaller groups of a node share it
+
 A file that `meshwright plan measure` writes also has `launch_us`, `device.matmuls` and `intra_node.collectives`.
 A gigabyte (GB) is 10^9 bytes.
 """
@@ -192,7 +196,7 @@ def build_cluster(schema: ClusterSchema, name: str) -> Cluster:
         devices,
         nodes,
         intra_node,
-        build_link(inter_schema, "inter_node", inter_base),
+        build_link(inter_schema, "inter_node", inter_base, sharing=devices),
         convert_unit(schema.launch_us or 0.0, 1 / MICROSECONDS),
         schema.adapters_per_node or 0,
     )
@@ -258,17 +262,17 @@ def build_matmul_rate(schema: MatmulSchema, where: str) -> MatmulRate:
     return MatmulRate(row["precision"], row["m"], row["k"], row["n"], convert_unit(row["tflops"], TERA))
 
 
-def build_link(schema: LinkSchema, where: str, base: Link | None) -> Link:
-    """Builds a link; `base` is the link whose values the file overrides.
+def build_link(schema: LinkSchema, where: str, base: Link | None, sharing: int = 1) -> Link:
+    """Builds a link; `base` is the link whose values the file overrides, `sharing` the devices that share its curve.
 
-    If the file gives a curve and no bandwidth, the bandwidth is the best of the curve.
+    If the file gives a curve and no bandwidth, the bandwidth is a device's share of the best of the curve.
     """
     curve = parse_points(schema.curve, f"{where}.curve") or (base.bandwidth_curve if base else ())
     curves = tuple(
         build_curve(row, f"{where}.collectives[{i}]")
         for i, row in enumerate(limit_rows(schema.collectives, f"{where}.collectives"))
     )
-    best = max((rate for _, rate in curve), default=None)
+    best = max((rate / sharing for _, rate in curve), default=None)
     given = convert_unit(schema.bandwidth_gbs, GB) if schema.bandwidth_gbs is not None else None
     default_latency = base.latency if base else DEFAULT_LATENCY_US[where] / MICROSECONDS
     hint = f"{where}.bandwidth_gbs, per device in one direction"

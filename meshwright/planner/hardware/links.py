@@ -12,6 +12,11 @@ all-gather and 363 in a reduce-scatter (stas00/ml-engineering), so an all-reduce
 | all_reduce | 2 (n - 1), or 2 log2(nodes) across nodes | 2 (n - 1) / n of the message |
 | all_to_all | n - 1, in parallel | (n - 1) / n of the message |
 | send | 1 | the message |
+
+A measured curve of a link replaces latency and bandwidth. Between nodes it is that of a group with all devices of its
+nodes, which has the adapters for itself, as one communicator of nccl-tests over all ranks measures it. Groups of a node
+that communicate at the same time share it: g of them with a message each take as long as the measured group takes for g
+messages. A curve of one collective and number of ranks (`collectives`) is used unchanged.
 """
 
 from __future__ import annotations
@@ -19,9 +24,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 from itertools import pairwise
-from math import ceil, exp, log, log2
+from math import ceil, exp, inf, log, log2
 
-from meshwright.planner.hardware.adapters import group_bandwidth, sender_bandwidth
+from meshwright.planner.hardware.adapters import groups_at_once, sender_bandwidth
 from meshwright.planner.hardware.all_to_all import TokenCopies, transfer_seconds
 from meshwright.planner.hardware.cluster import Cluster, Link
 from meshwright.topology.collectives import wire_bytes
@@ -77,8 +82,14 @@ class ClusterLinks:
     """network adapters of a node"""
 
     def network_rate(self, message_bytes: float) -> float:
-        """Bytes/s that all adapters of a node reach together."""
-        return self.devices_per_node * bus_bandwidth(self.inter_node, message_bytes)
+        """Bytes/s that all adapters of a node reach together, with the messages of all groups that share them."""
+        if self.inter_node.bandwidth_curve:
+            return interpolate(self.inter_node.bandwidth_curve, message_bytes)
+        return self.devices_per_node * self.inter_node.bandwidth * RING_EFFICIENCY
+
+    def device_rate(self, message_bytes: float) -> float:
+        """Bytes/s of one device to other nodes while all devices of its node send messages of this size."""
+        return self.network_rate(self.devices_per_node * message_bytes) / self.devices_per_node
 
 
 def cluster_links(cluster: Cluster) -> ClusterLinks:
@@ -94,19 +105,21 @@ def _seconds(links: ClusterLinks, collective: str, message_bytes: float, placeme
     if points := nearest_curve(link, collective, placement.ranks):
         return wire / interpolate(points, message_bytes)
     if collective == "send":
-        rate = bus_bandwidth(link, message_bytes)
-        if not single_node and placement.senders and not link.bandwidth_curve:
-            rate = sender_bandwidth(links.network_rate(message_bytes), links.adapters, placement.senders)
-        return link.latency + wire / rate
+        rate = bus_bandwidth(link, message_bytes) if single_node else links.device_rate(message_bytes)
+        if not single_node and placement.senders:
+            network = links.network_rate(placement.senders * message_bytes)
+            rate = sender_bandwidth(network, links.adapters, placement.senders)
+        return link.hop_latency + wire / rate
     intra_node_hops = (placement.ranks if single_node else placement.ranks_per_node) - 1
-    latency = intra_node_hops * links.intra_node.latency
+    latency = intra_node_hops * links.intra_node.hop_latency
     in_switch = collective == "all_reduce" and placement.ranks > 2  # NVLS needs more than two ranks
     rate = bus_bandwidth(links.intra_node, message_bytes, "all_reduce" if in_switch else "all_gather")
     if not single_node:
-        network = links.network_rate(message_bytes)
-        rate = min(rate, group_bandwidth(network, links.devices_per_node, placement.ranks_per_node))
+        groups = groups_at_once(links.devices_per_node, placement.ranks_per_node)
+        shared = links.network_rate(groups * message_bytes) / groups
+        rate = shared if link.bandwidth_curve else min(rate, shared)
         inter_node_hops = log2(placement.nodes) if collective == "all_reduce" else placement.nodes - 1
-        latency += inter_node_hops * links.inter_node.latency
+        latency += inter_node_hops * links.inter_node.hop_latency
     if collective == "all_to_all":
         return latency + all_to_all_transfer(links, message_bytes, placement)
     if collective == "all_reduce":
@@ -126,7 +139,7 @@ def all_to_all_transfer(links: ClusterLinks, message_bytes: float, placement: Gr
         intra_node_bytes,
         inter_node_bytes,
         bus_bandwidth(links.intra_node, message_bytes),
-        bus_bandwidth(links.inter_node, message_bytes),
+        links.device_rate(inter_node_bytes) if inter_node_bytes else inf,
     )
 
 
@@ -140,18 +153,19 @@ def token_all_to_all_seconds(
     if points := nearest_curve(link, "all_to_all", placement.ranks):
         return sent / interpolate(points, sent * placement.ranks / (placement.ranks - 1))
     per_node = min(placement.ranks, placement.ranks_per_node)
-    latency = (per_node - 1) * links.intra_node.latency + (placement.nodes - 1) * links.inter_node.latency
+    latency = (per_node - 1) * links.intra_node.hop_latency + (placement.nodes - 1) * links.inter_node.hop_latency
+    across = token_bytes * copies.across_nodes
     return latency + transfer_seconds(
         token_bytes * copies.inside_node,
-        token_bytes * copies.across_nodes,
+        across,
         bus_bandwidth(links.intra_node, sent),
-        bus_bandwidth(links.inter_node, sent),
+        links.device_rate(across) if across else inf,
     )
 
 
 def bus_bandwidth(link: Link, message_bytes: float, collective: str = "all_gather") -> float:
-    """Returns bytes/s at this message size: from the measured curve, or what a ring reaches of the data sheet, or what
-    an all-reduce reaches that the switch reduces.
+    """Returns bytes/s inside a node at this message size: from the measured curve, or what a ring reaches of the data
+    sheet, or what an all-reduce reaches that the switch reduces.
     """
     if link.bandwidth_curve:
         return interpolate(link.bandwidth_curve, message_bytes)

@@ -7,9 +7,9 @@ TFLOP/s in a burst of bf16 matmuls and sustains 671 (1,640 of 1,980 MHz at 700 W
     rate(watts) = rate(data sheet) (watts / data sheet watts) ^ 0.7
 
 from H100s of 500 W and 700 W, which sustain 0.52 and 0.66 of the same peak in published runs: (500 / 700)^0.7 = 0.79.
-That is two fitted fractions of two trainers, with other memory; in 8 bits both boards were fitted with the same 0.56,
-so that the law is not confirmed there. Power grows faster than the clock, because a higher clock needs a higher
-voltage, and part of it does not depend on it.
+That is two fitted fractions of two trainers, with other memory. In 8 bits the same boards were fitted with 0.5 and 0.6,
+a ratio of 0.83 instead of 0.79, so that the law is less certain there. Power grows faster than the clock, because a
+higher clock needs a higher voltage, and part of it does not depend on it.
 """
 
 from __future__ import annotations

@@ -18,7 +18,6 @@ from meshwright.planner.workload.workload import Workload
 from meshwright.topology.layout import Layout
 from meshwright.topology.schedules import SCHEDULES, find_schedule
 
-SHARDINGS = ("optimizer", "gradients", "parameters")
 CHECKPOINT_MODES = ("none", "selective", "full")
 """Modes of activation checkpointing, from the fastest with the most memory to the slowest with the least."""
 MIN_SEQUENCE_CHUNK = 512

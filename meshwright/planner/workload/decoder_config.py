@@ -7,7 +7,17 @@ from dataclasses import replace
 from meshwright.config.reader import format_value
 from meshwright.errors import ConfigError
 from meshwright.models.architecture import Architecture
-from meshwright.models.config_fields import REQUIRED, ConfigFields, Experts, Heads, Layers, Vocabulary, Width
+from meshwright.models.block_kinds import BlockKind, FeedForward
+from meshwright.models.config_fields import (
+    REQUIRED,
+    ConfigFields,
+    Experts,
+    Heads,
+    Layers,
+    OptionalWidth,
+    Vocabulary,
+    Width,
+)
 
 
 def decoder(fields: ConfigFields) -> Architecture:
@@ -37,20 +47,35 @@ def with_biases(model: Architecture, attention: bool, ffn: bool = False) -> Arch
     return replace(model, qkv_bias=attention, out_bias=attention, ffn_bias=ffn)
 
 
-def with_qwen_experts(model: Architecture, fields: ConfigFields) -> Architecture:
-    require_moe_in_every_layer(fields, "decoder_sparse_step")
-    dense = fields.tree.get("mlp_only_layers") or []
-    if not isinstance(dense, list) or dense != list(range(len(dense))):
+def qwen_feed_forwards(fields: ConfigFields, layers: int) -> tuple[FeedForward, ...]:
+    """The feed-forward of every layer: every `decoder_sparse_step`-th one has experts, unless in `mlp_only_layers`."""
+    step = fields.number(Layers, "decoder_sparse_step", default=1)
+    listed = fields.tree.get("mlp_only_layers") or []
+    if not isinstance(listed, list) or any(type(layer) is not int or not 0 <= layer < layers for layer in listed):
         raise ConfigError(
-            f"{fields.file}: mlp_only_layers = {format_value(dense)} is not supported",
-            "expected the first layers, from 0 on",
+            f"{fields.file}: mlp_only_layers = {format_value(listed)} is not supported",
+            f"expected a list of layers from 0 to {layers - 1}",
         )
+    dense = set(listed)
+    return tuple("dense" if layer in dense or (layer + 1) % step else "moe" for layer in range(layers))
+
+
+def with_qwen_experts(model: Architecture, fields: ConfigFields, gated_shared: bool = False) -> Architecture:
+    """Adds the experts of a Qwen model, with shared experts and their gate if it has any."""
+    feed_forwards = qwen_feed_forwards(fields, model.layers)
+    if "moe" not in feed_forwards:
+        return model
+    dense = feed_forwards.count("dense")
+    kinds = () if "dense" not in feed_forwards[dense:] else tuple(BlockKind(ffn=ffn) for ffn in feed_forwards)
     return replace(
         model,
         experts=fields.number(Experts, "num_experts", "num_local_experts"),
         experts_active=fields.number(Experts, "num_experts_per_tok"),
         expert_ffn=fields.number(Width, "moe_intermediate_size"),
-        dense_layers=len(dense),
+        shared_ffn=fields.number(OptionalWidth, "shared_expert_intermediate_size") if gated_shared else 0,
+        shared_expert_gate=gated_shared,
+        dense_layers=0 if kinds else dense,
+        layer_kinds=kinds,
     )
 
 

@@ -127,23 +127,31 @@ def qwen2(fields: ConfigFields) -> Architecture:
 
 
 def qwen3(fields: ConfigFields) -> Architecture:
+    """A file of a dense model without `head_dim` means 128."""
+    tree = {**fields.tree, "head_dim": fields.number(Width, "head_dim", default=128)}
+    return qwen3_decoder(replace(fields, tree=tree))
+
+
+def qwen3_decoder(fields: ConfigFields) -> Architecture:
     return replace(with_biases(decoder(fields), fields.flag("attention_bias", False)), qk_norm=True)
 
 
 def qwen2_moe(fields: ConfigFields) -> Architecture:
-    model = with_qwen_experts(replace(decoder(fields), qkv_bias=fields.flag("qkv_bias", True)), fields)
-    shared = fields.number(Width, "shared_expert_intermediate_size")
-    if shared % model.expert_ffn:
-        raise ConfigError(
-            f"{fields.file}: shared_expert_intermediate_size = {shared} is not a multiple of moe_intermediate_size = "
-            f"{model.expert_ffn}",
-            "expected a multiple",
-        )
-    return replace(model, experts_shared=shared // model.expert_ffn, shared_expert_gate=True)
+    model = replace(decoder(fields), qkv_bias=fields.flag("qkv_bias", True))
+    return with_qwen_experts(model, fields, gated_shared=True)
 
 
 def qwen3_moe(fields: ConfigFields) -> Architecture:
-    return with_qwen_experts(qwen3(fields), fields)
+    return with_qwen_experts(qwen3_decoder(fields), fields)
+
+
+DEEPSEEK_DEFAULTS = {
+    "deepseek_v2": {"q_lora_rank": 1536, "n_shared_experts": 2, "first_k_dense_replace": 0},
+    "deepseek_v3": {
+        "q_lora_rank": 1536, "n_shared_experts": 1, "first_k_dense_replace": 3, "n_group": 8, "topk_group": 4
+    },
+}  # fmt: skip
+"""What a file without these keys means, which is not the same as null."""
 
 
 def deepseek(fields: ConfigFields) -> Architecture:
@@ -151,6 +159,7 @@ def deepseek(fields: ConfigFields) -> Architecture:
     require_moe_in_every_layer(fields, "moe_layer_freq")
     if fields.flag("attention_bias", False):
         raise ConfigError(f"{fields.file}: attention_bias = true is not supported for this family", "expected false")
+    fields = replace(fields, tree={**DEEPSEEK_DEFAULTS[fields.text("model_type", REQUIRED)], **fields.tree})
     latent_attention = LatentAttention(
         fields.number(Width, "q_lora_rank", default=0),
         fields.number(Width, "kv_lora_rank"),
@@ -161,15 +170,17 @@ def deepseek(fields: ConfigFields) -> Architecture:
     head_dim = latent_attention.qk_nope_head_dim + latent_attention.qk_rope_head_dim
     tree = {**fields.tree, "head_dim": head_dim, "num_key_value_heads": None}
     model = replace(decoder(replace(fields, tree=tree)), latent_attention=latent_attention)
-    experts = fields.number(Experts, "n_routed_experts", "num_local_experts", default=0)
+    no_experts = 0 if "n_routed_experts" in fields.tree else REQUIRED  # null means a dense model
+    experts = fields.number(Experts, "n_routed_experts", "num_local_experts", default=no_experts)
     if not experts:
         return model
+    expert_ffn = fields.number(Width, "moe_intermediate_size")
     return replace(
         model,
         experts=experts,
         experts_active=fields.number(Experts, "num_experts_per_tok"),
-        experts_shared=fields.number(OptionalCount, "n_shared_experts", default=0),
-        expert_ffn=fields.number(Width, "moe_intermediate_size"),
+        expert_ffn=expert_ffn,
+        shared_ffn=fields.number(OptionalCount, "n_shared_experts", default=0) * expert_ffn,
         dense_layers=fields.number(OptionalCount, "first_k_dense_replace", default=0),
         routing_groups=fields.number(OptionalCount, "n_group", default=0),
         routing_groups_active=fields.number(OptionalCount, "topk_group", default=0),
@@ -199,7 +210,9 @@ def gpt2(fields: ConfigFields) -> Architecture:
 
 
 def gpt_neox(fields: ConfigFields) -> Architecture:
+    """It has as many key as query heads."""
     parallel_residual = fields.flag("use_parallel_residual", True)
+    fields = replace(fields, tree={**fields.tree, "num_key_value_heads": None})
     model = replace(decoder(fields), gated=False, norm="layer", parallel_residual=parallel_residual)
     return with_biases(model, fields.flag("attention_bias", True), True)
 

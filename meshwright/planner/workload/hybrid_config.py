@@ -4,7 +4,7 @@
 |---|---|
 | gemma3_text | sliding windows, with full attention in every sixth layer |
 | gpt_oss | sliding windows and full attention in turn, all with experts |
-| qwen3_next | three gated delta nets, then full attention with a gate, all with experts |
+| qwen3_next | three gated delta nets, then full attention with a gate, with experts but in `mlp_only_layers` |
 | nemotron_h | one sublayer each, by the letters of a pattern: M (Mamba-2), * (attention), - (dense), E (experts) |
 | jamba | Mamba with attention in every eighth layer, experts in every second one |
 
@@ -13,22 +13,29 @@ Meshwright plans these models and trains none of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
+from typing import Any
 
 from meshwright.config.reader import format_value
 from meshwright.errors import ConfigError
 from meshwright.models.architecture import Architecture
-from meshwright.models.block_kinds import BlockKind, FeedForward, LinearAttention, Mixer, StateSpace
-from meshwright.models.config_fields import ConfigFields, Experts, Heads, Layers, OptionalCount, Tokens, Width
+from meshwright.models.block_kinds import BlockKind, LinearAttention, Mixer, StateSpace
+from meshwright.models.config_fields import (
+    REQUIRED,
+    ConfigFields,
+    Experts,
+    Heads,
+    Layers,
+    OptionalCount,
+    OptionalWidth,
+    Tokens,
+    Width,
+)
 from meshwright.planner.workload.decoder_config import decoder, with_biases, with_qwen_experts
 
-LAYER_TYPES: dict[str, Mixer] = {
-    "full_attention": "attention",
-    "sliding_attention": "window",
-    "linear_attention": "linear",
-}
-"""An entry of `layer_types` -> the mixer of the layer."""
+LAYER_TYPES: dict[Mixer, str] = {"window": "sliding_attention", "linear": "linear_attention"}
+"""The mixer of layers without full attention -> its entry in `layer_types`."""
 PATTERN_LETTERS: dict[str, BlockKind] = {
     "M": BlockKind("mamba2", "none"),
     "*": BlockKind("attention", "none"),
@@ -36,6 +43,8 @@ PATTERN_LETTERS: dict[str, BlockKind] = {
     "E": BlockKind("none", "moe"),
 }
 """A letter of `hybrid_override_pattern` -> the kind of the layer."""
+BLOCK_LETTERS = {"linear_attention": "M", "mamba": "M", "full_attention": "*", "attention": "*", "mlp": "-", "moe": "E"}
+"""An entry of `layers_block_type`, which newer files of Nemotron-H have -> its letter."""
 
 
 def mixers(fields: ConfigFields, layers: int, period: int, local: Mixer) -> tuple[Mixer, ...]:
@@ -43,28 +52,38 @@ def mixers(fields: ConfigFields, layers: int, period: int, local: Mixer) -> tupl
     listed = fields.tree.get("layer_types")
     if listed is None:
         return tuple("attention" if (layer + 1) % period == 0 else local for layer in range(layers))
-    if not isinstance(listed, list) or len(listed) != layers or any(kind not in list(LAYER_TYPES) for kind in listed):
+    known: dict[str, Mixer] = {"full_attention": "attention", LAYER_TYPES[local]: local}
+    return tuple(known[name] for name in listed_types(fields, "layer_types", listed, known, layers))
+
+
+def listed_types(fields: ConfigFields, key: str, listed: Any, known: Iterable[str], layers: int) -> list[str]:
+    """The entries of a list with a known name for every layer."""
+    names = list(known)  # an entry of an untrusted list need not be hashable
+    if not isinstance(listed, list) or len(listed) != layers or any(name not in names for name in listed):
         raise ConfigError(
-            f"{fields.file}: layer_types = {format_value(listed)} is not supported",
-            f"expected {layers} of {', '.join(LAYER_TYPES)}",
+            f"{fields.file}: {key} = {format_value(listed)} is not supported",
+            f"expected {layers} of {', '.join(names)}",
         )
-    return tuple(LAYER_TYPES[kind] for kind in listed)
+    return listed
 
 
-def with_mixers(model: Architecture, kinds: tuple[Mixer, ...], ffn: FeedForward) -> Architecture:
-    return replace(model, layer_kinds=tuple(BlockKind(mixer, ffn) for mixer in kinds))
+def with_mixers(model: Architecture, mixers: tuple[Mixer, ...]) -> Architecture:
+    """Replaces attention by the mixer of each layer, whose feed-forward it keeps."""
+    kinds = (BlockKind(mixer, model.block_kind(layer).ffn) for layer, mixer in enumerate(mixers))
+    return replace(model, layer_kinds=tuple(kinds), dense_layers=0)
 
 
 def gemma3_text(fields: ConfigFields) -> Architecture:
     tree = {"tie_word_embeddings": True, "head_dim": 256, **fields.tree}
-    model = decoder(replace(fields, tree=tree))
+    model = with_biases(decoder(replace(fields, tree=tree)), fields.flag("attention_bias", False))
     period = fields.number(Layers, "sliding_window_pattern", "_sliding_window_pattern", default=6)
     window = fields.number(Tokens, "sliding_window", default=4096)
     model = replace(model, sliding_window=window, qk_norm=True, post_norms=True)
-    return with_mixers(model, mixers(fields, model.layers, period, "window"), "dense")
+    return with_mixers(model, mixers(fields, model.layers, period, "window"))
 
 
 def gpt_oss(fields: ConfigFields) -> Architecture:
+    fields = replace(fields, tree={"head_dim": 64, **fields.tree})
     model = with_biases(decoder(fields), fields.flag("attention_bias", True))
     model = replace(
         model,
@@ -75,24 +94,16 @@ def gpt_oss(fields: ConfigFields) -> Architecture:
         experts_active=fields.number(Experts, "num_experts_per_tok", "experts_per_token"),
         expert_ffn=model.ffn,
     )
-    return with_mixers(model, mixers(fields, model.layers, 2, "window"), "moe")
+    return with_mixers(model, mixers(fields, model.layers, 2, "window"))
 
 
 def qwen3_next(fields: ConfigFields) -> Architecture:
-    model = with_qwen_experts(decoder(fields), fields)
-    shared = fields.number(OptionalCount, "shared_expert_intermediate_size", default=512)
-    if shared % model.expert_ffn:
-        raise ConfigError(
-            f"{fields.file}: shared_expert_intermediate_size = {shared} is not a multiple of moe_intermediate_size = "
-            f"{model.expert_ffn}",
-            "expected a multiple",
-        )
+    fields = replace(fields, tree={"shared_expert_intermediate_size": 512, "head_dim": 256, **fields.tree})
+    model = with_biases(decoder(fields), fields.flag("attention_bias", False))
     model = replace(
-        model,
+        with_qwen_experts(model, fields, gated_shared=True),
         qk_norm=True,
         attention_gate=True,
-        experts_shared=shared // model.expert_ffn,
-        shared_expert_gate=shared > 0,
         linear_attention=LinearAttention(
             fields.number(Heads, "linear_num_key_heads", default=16),
             fields.number(Heads, "linear_num_value_heads", default=32),
@@ -102,17 +113,35 @@ def qwen3_next(fields: ConfigFields) -> Architecture:
         ),
     )
     period = fields.number(Layers, "full_attention_interval", default=4)
-    return with_mixers(model, mixers(fields, model.layers, period, "linear"), "moe")
+    return with_mixers(model, mixers(fields, model.layers, period, "linear"))
 
 
-def nemotron_h(fields: ConfigFields) -> Architecture:
-    """Its feed-forward is a squared ReLU, without a gate."""
-    pattern = fields.text("hybrid_override_pattern", "")
+def layer_pattern(fields: ConfigFields) -> str:
+    """The letters of the layers of Nemotron-H."""
+    listed = fields.tree.get("layers_block_type")
+    if listed is not None:
+        layers = len(listed) if isinstance(listed, list) else 1
+        pattern = "".join(
+            BLOCK_LETTERS[name] for name in listed_types(fields, "layers_block_type", listed, BLOCK_LETTERS, layers)
+        )
+    else:
+        pattern = fields.text("hybrid_override_pattern", REQUIRED)
     if not pattern or len(pattern) > MAX_PATTERN or set(pattern) - set(PATTERN_LETTERS):
         raise ConfigError(
             f"{fields.file}: hybrid_override_pattern = {format_value(pattern)} is not supported",
             f"expected letters of {' '.join(PATTERN_LETTERS)}, one per layer",
         )
+    return pattern
+
+
+def nemotron_h(fields: ConfigFields) -> Architecture:
+    """Its feed-forward is a squared ReLU, without a gate."""
+    pattern = layer_pattern(fields)
+    for key in ("mlp_bias", "use_bias", "mamba_proj_bias", "tie_word_embeddings"):
+        fields.require(key, False, default=False)
+    fields.require("use_conv_bias", True, default=True)
+    if (latent := fields.tree.get("moe_latent_size")) is not None:
+        raise ConfigError(f"{fields.file}: moe_latent_size = {format_value(latent)} is not supported", "expected null")
     tree = {**fields.tree, "num_hidden_layers": len(pattern)}
     tree["head_dim"] = fields.number(Width, "attention_head_dim", "head_dim", default=128)
     model = replace(decoder(replace(fields, tree=tree)), gated=False)
@@ -128,18 +157,18 @@ def nemotron_h(fields: ConfigFields) -> Architecture:
     model = replace(model, state_space=space, layer_kinds=tuple(PATTERN_LETTERS[letter] for letter in pattern))
     if "E" not in pattern:
         return model
-    expert_ffn = fields.number(Width, "moe_intermediate_size")
-    shared = fields.number(OptionalCount, "moe_shared_expert_intermediate_size", default=0)
     return replace(
         model,
         experts=fields.number(Experts, "n_routed_experts", "num_experts"),
         experts_active=fields.number(Experts, "num_experts_per_tok"),
-        expert_ffn=expert_ffn,
-        experts_shared=shared // expert_ffn,
+        expert_ffn=fields.number(Width, "moe_intermediate_size"),
+        shared_ffn=fields.number(OptionalWidth, "moe_shared_expert_intermediate_size"),
     )
 
 
 def jamba(fields: ConfigFields) -> Architecture:
+    fields.require("mamba_proj_bias", False, default=False)
+    fields.require("mamba_conv_bias", True, default=True)
     model = decoder(fields)
     period = fields.number(Layers, "attn_layer_period", default=8)
     offset = fields.number(OptionalCount, "attn_layer_offset", default=4)

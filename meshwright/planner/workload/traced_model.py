@@ -40,7 +40,7 @@ class TracedModel:
     """axes of parallelism, besides replication, that can serve the model"""
 
     latent_attention = None
-    experts_shared = 0
+    shared_ffn = 0
     routing_groups = routing_groups_active = 0
     loss_in_head_unit = False
 

@@ -32,8 +32,6 @@ class TrainerProfile:
     """a rank usually has several pipeline stages, so that a record that does not state their number may have them"""
     torch_native: bool = True
     """FSDP2 units, torch.distributed.pipelining and DTensor; else full parameter and gradient buffers (Megatron)"""
-    prefetched_units: int = 1
-    """FSDP units that are all-gathered ahead of the one in use"""
     keeps_stages_unsharded: bool = False
     """FSDP units of pipeline stages stay unsharded through the step"""
     keeps_stage_outputs: bool = True
@@ -58,8 +56,6 @@ class TrainerProfile:
     """the batch of a rank is split into as many micro-batches as there are pipeline stages"""
     unoverlapped_data_comm: bool = False
     """gradients are reduced and parameters gathered after the computation of the step, not during it"""
-    overlaps_shared_experts: bool = False
-    """shared experts are computed while tokens are dispatched and combined"""
     recomputes_latent_projections: bool = False
     """queries, keys and values of latent attention are not saved, and projected up again in backward"""
     defers_matmuls_only: bool = False
@@ -69,7 +65,7 @@ class TrainerProfile:
     """the product of gate and up is not saved: the fused backward kernel of the activation writes it again"""
     offloads_optimizer: bool = False
     """the optimizer state is in host memory, and the host updates the parameters"""
-    float8_recipe: Literal["tensorwise", "rowwise", "blockwise", "mxfp8"] = "tensorwise"
+    float8_recipe: Literal["tensorwise", "rowwise", "blockwise"] = "tensorwise"
     """scales of 8-bit matmuls; `quantize_traffic_bytes` is the traffic of tensorwise casts"""
     fused_experts: bool = False
     """the matmuls, the activation and the casts of routed experts are one kernel: their intermediates move less"""
@@ -81,8 +77,6 @@ class TrainerProfile:
     # Bytes that it keeps or sends.
     parameter_bytes: float = 4
     """bytes per stored parameter"""
-    compute_copy_bytes: float = 0
-    """bytes per parameter of a copy in the compute precision that lives through the step; 0 if it is made when used"""
     gradient_bytes: float = 4
     """bytes per stored gradient"""
     accumulation_bytes: float = 0
@@ -188,8 +182,29 @@ def with_matmul_precision(profile: TrainerProfile, precision: str) -> TrainerPro
     """Returns the profile of a trainer whose matmuls have this precision. Transformer Engine, which the trainers that
     are not torch-native use for matmuls in 8 bits or fewer, saves their quantized inputs.
     """
+    if precision in ("fp32", "fp64"):
+        return in_32_bits(profile)
     quantizes = precision in ("fp8", "fp4") and not profile.torch_native
     return replace(profile, saves_quantized_inputs=True) if quantizes else profile
+
+
+def in_32_bits(profile: TrainerProfile) -> TrainerProfile:
+    """Returns a profile that stores and sends everything in float32, and therefore needs no copy in float32: of master
+    weights and gradients in the optimizer, of accumulated gradients, and of logits.
+    """
+    has_masters = profile.parameter_bytes < 4
+    return replace(
+        profile,
+        parameter_bytes=4,
+        gradient_bytes=4,
+        accumulation_bytes=0,
+        optimizer_bytes=min(8, profile.optimizer_bytes - 4) if has_masters else profile.optimizer_bytes,
+        # Two logits of 16 bits have become two of 32; one of 16 and one of 32 bits are the same tensor now.
+        logit_bytes=2 * profile.logit_bytes if profile.logit_bytes <= 4 else 4,
+        stage_output_bytes=4,
+        reduce_bytes=4,
+        gather_bytes=4,
+    )
 
 
 def describe_profile(profile: TrainerProfile) -> str:

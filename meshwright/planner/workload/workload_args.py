@@ -109,8 +109,28 @@ def for_trainer(work: Workload, name: str, headroom: float | None = None) -> Wor
         return replace(work, trainer_name=name, pinned={**work.pinned, "compile.enabled": False})
     if isinstance(work.model, TracedModel):
         raise ConfigError(f"trainer {name} cannot be planned for a model of one's own", f"expected {OWN_TRAINER}")
+    if work.base_config is not None:
+        require_plain_training(work.base_config, name)
     profile = profile if work.precision in ("fp8", "fp4") else in_16_bits(profile)
     return replace(work, trainer_name=name, trainer=profile, base_config=None)
+
+
+def require_plain_training(config: RunConfig, name: str) -> None:
+    """Raises ConfigError if a run has settings that change its memory and its time, and that the profile of another
+    trainer does not model: it trains all parameters of a language model with AdamW.
+    """
+    own = f"or --trainer {OWN_TRAINER}"
+    frozen = any(group.frozen for group in config.optimizer.groups)
+    expected = {
+        "lora.rank": (config.lora.enabled, f"expected lora.rank = 0, {own}"),
+        "optimizer.kind": (config.optimizer.kind != "adamw", f"expected optimizer.kind = adamw, {own}"),
+        "optimizer.groups": (frozen, f"expected no frozen group, {own}"),
+        "rl.objective": (config.rl.enabled, f"expected rl.objective = none, {own}"),
+        "precision.float8": (config.precision.float8, "try --precision fp8, with precision.float8 = false"),
+    }
+    for key, (is_set, hint) in expected.items():
+        if is_set:
+            raise ConfigError(f"the profile of {name} does not model {key}", hint)
 
 
 def split_overrides(overrides: Sequence[str]) -> tuple[dict[str, str], list[str]]:

@@ -116,7 +116,7 @@ def with_experts(sizes: Architecture, model: dict[str, Any], experts: int, ffn: 
         sizes,
         experts=experts,
         experts_active=parse_count(model, "topk", maximum=experts),
-        experts_shared=optional_count(model, "shared_experts", 1 << 10),
+        shared_ffn=optional_count(model, "shared_experts", 1 << 10) * expert_ffn,
         expert_ffn=expert_ffn,
         dense_layers=dense_layers,
     )

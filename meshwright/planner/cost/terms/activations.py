@@ -12,13 +12,15 @@ backward:
 | inputs of matmuls | T W e for q k v, and for gate and up; under autocast a copy for every matmul | one each |
 | queries, keys, values, output | T (2 H + 2 K) D e / t, and T H r / t of logsumexp | the same |
 | norms of queries and keys | T (H + K) (D (e + 4) + 4) / t | T (H + K) (D e + 4) / t |
-| output in token layout | T H D e / t with ring attention, and on CPU with latent attention | none |
+| gate of attention and gated output | 2 T H D e / t | the same |
+| output in token layout | T H D e / t with ring attention or capped scores, and on CPU (below) | not with a ring |
 | scores, without flash attention | T S H e / t; with dropout 2 e + 1 instead of e | the same |
 | gated feed-forward | 4 T F e / t: gate, up, activation and their product | 3 T F e / t; 2 without the product |
 | plain feed-forward | 2 T F e / t | the same |
 | dropout masks | 2 P W | the same |
 | weights under autocast | all matrices, e / t | none |
 
+On CPU, attention of latent, windowed or packed sequences writes its output by heads, and copies it to token layout.
 A mixture of experts routes P tokens to `experts_active` experts each; the busiest rank has `expert_imbalance` times the
 mean. Instead of the feed-forward, a routed token saves 2 W e (3 W e with expert parallelism) and 4 F e, and every token
 saves the router's input and scores.
@@ -192,7 +194,7 @@ def _(model: Architecture, settings: ActivationSettings, moe: bool) -> BlockActi
 def kind_activations(model: Architecture, settings: ActivationSettings, kind: BlockKind) -> BlockActivations:
     """Bytes of one block of a kind for one micro-batch."""
     moe, no_module = kind.ffn == "moe", ModuleActivations(0.0, 0.0, 0.0)
-    attention = attention_activations(model, settings) if kind.has_attention else no_module
+    attention = attention_activations(model, settings, kind) if kind.has_attention else no_module
     attention = scan_activations(model, settings, kind) if kind.has_scan else attention
     ffn = ffn_activations(model, settings, moe) if kind.ffn != "none" else no_module
     residual = settings.residual_stream(model.width)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 
-def exposed_all_to_all(seconds: float, overlap: float, other_compute: float, shared_compute: float = 0.0) -> float:
+def exposed_all_to_all(seconds: float, overlap: float, other_compute: float) -> float:
     """Returns the part of an all-to-all that is not hidden. `overlap` is the fraction that the trainer issues while
     another micro-batch computes (DualPipe, Megatron's combined 1F1B), which hides at most `other_compute` seconds.
-    Shared experts, computed meanwhile by the same micro-batch, hide up to `shared_compute` seconds of the rest.
     """
-    hidden = min(overlap * seconds, other_compute)
-    return max(0.0, seconds - hidden - shared_compute)
+    return max(0.0, seconds - min(overlap * seconds, other_compute))

@@ -2,7 +2,8 @@
 
 T is the number of tokens, H the width, A and K the query and key heads of size D, F the width of the feed-forward,
 t the tensor-parallel degree. The matrix products (rows, columns, inner) of a dense layer are (T, (A + 2K) D / t, H),
-(T, H, A D / t), (T, 2F / t, H) and (T, H, F / t). Backward runs each twice: for the input gradient (T, inner, columns)
+(T, H, A D / t), (T, 2F / t, H) and (T, H, F / t); the first has A D / t columns more if a gate scales the output of
+attention. Backward runs each twice: for the input gradient (T, inner, columns)
 and for the weight gradient (columns, inner, T). Attention multiplies 2 T S (A D) / t twice; flash kernels skip the
 masked half, and flash backward runs five products where forward runs two.
 """
@@ -14,7 +15,7 @@ from functools import cache, singledispatch
 from typing import Any
 
 from meshwright.models.architecture import Architecture
-from meshwright.models.block_kinds import BlockKind
+from meshwright.models.block_kinds import BlockKind, attended_tokens
 from meshwright.planner.cost.terms.float8_recipe import FLOAT8_RECIPES
 from meshwright.planner.cost.terms.host_time import HOST_SPEEDS, forward_kernels, host_seconds
 from meshwright.planner.cost.terms.kernel_time import (
@@ -24,6 +25,7 @@ from meshwright.planner.cost.terms.kernel_time import (
     matmul_time,
     memory_bound_time,
 )
+from meshwright.planner.cost.terms.recomputation import recomputed_parts, recomputes_latent_projections
 from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.planner.workload.traced_model import TracedModel
 from meshwright.planner.workload.trainer_profile import TrainerProfile
@@ -45,8 +47,6 @@ class LayerTime:
     """the part of `forward` in which the device waits for the host, and collectives can run"""
     backward_idle: float = 0.0
     """the same of `backward`"""
-    shared_experts: float = 0.0
-    """the part of `forward` that computes shared experts"""
 
 
 REFERENCE_LAUNCH = 9e-6
@@ -60,6 +60,9 @@ tensor cores; the chunks of the others are small matmuls. Of the order of the ke
 flash-linear-attention; stated, not fitted: no published run of these models has been read."""
 BACKWARD_LAUNCHES = 1.4
 """The host's launch time of a backward pass, relative to that of a forward pass."""
+
+CHUNK_QUERIES = 128
+"""Queries of a chunk of Meshwright's attention with capped scores."""
 
 MatmulShape = tuple[int, int, int, int]
 """rows, columns, inner, count"""
@@ -127,7 +130,8 @@ def layer_shape(job: PlannedJob) -> LayerShape:
 def attention_projections(model: Architecture, shape: LayerShape) -> list[MatmulShape]:
     tensor, tokens = shape.tensor, shape.tokens
     if model.latent_attention is None:
-        qkv = model.head_dim * (model.heads + 2 * model.kv_heads) // tensor
+        query_heads = (2 if model.attention_gate else 1) * model.heads
+        qkv = model.head_dim * (query_heads + 2 * model.kv_heads) // tensor
         return [(tokens, max(1, qkv), model.width, 1), (tokens, model.width, model.heads * model.head_dim // tensor, 1)]
     mla = model.latent_attention
     query = model.heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim) // tensor
@@ -175,8 +179,8 @@ def feed_forward_matmuls(model: Architecture, shape: LayerShape, moe: bool) -> l
         (rows, up * model.expert_ffn, model.width, local_experts),
         (rows, model.width, model.expert_ffn, local_experts),
     ]
-    if model.experts_shared:
-        inner = model.experts_shared * model.expert_ffn // tensor
+    if model.shared_ffn:
+        inner = model.shared_ffn // tensor
         matmuls += [(tokens, up * inner, model.width, 1), (tokens, model.width, inner, 1)]
     return matmuls
 
@@ -253,26 +257,28 @@ def kind_time(model: Architecture, shape: LayerShape, kind: BlockKind) -> LayerT
     forward = with_launches(shape, compute, launch) + gap
     gradients = input_gradients + weight_gradients + attention_backward + pointwise_backward
     backward = with_launches(shape, gradients, BACKWARD_LAUNCHES * launch) + gap
-    if trainer.selective_policy == "all_but_scores":
-        selective = attention
-    elif trainer.selective_policy == "all_but_pointwise":
-        selective = memory_bound_time(shape.rate, moved_bytes - permutation_bytes(model, shape, kind))
-    else:
-        selective = pointwise + (linear / 2 if trainer.selective_policy == "alternate_matmuls" else 0.0)
-    up, mla = 0.0, model.latent_attention
-    if trainer.recomputes_latent_projections and mla is not None and kind.has_attention:
+    mode, repeated = shape.activation_checkpoint, recomputed_parts(shape.activation_checkpoint, trainer)
+    recompute = repeated.matmuls * (forward if mode in ("alternate", "full") else linear)
+    if mode == "selective":
+        recompute += repeated.mixer * attention + selective_pointwise(model, shape, kind, moved_bytes, pointwise)
+    mla = model.latent_attention
+    if recomputes_latent_projections(mode, trainer) and mla is not None and kind.has_attention:
         inner = (mla.q_lora_rank, mla.kv_lora_rank)
-        up = sum(matmul_time(shape.linear_rate, *matmul) for matmul in projections if matmul[2] in inner)
-    recompute = {"none": up, "selective": selective + up, "alternate": forward / 2, "full": forward}
+        recompute += sum(matmul_time(shape.linear_rate, *matmul) for matmul in projections if matmul[2] in inner)
     idle = (
         (0.0, 0.0) if shape.on_cpu else (max(0.0, launch - compute), max(0.0, BACKWARD_LAUNCHES * launch - gradients))
     )
-    shared = (
-        sum(matmul_time(shape.linear_rate, *matmul) for matmul in matmuls[-2:]) if moe and model.experts_shared else 0.0
-    )
-    return LayerTime(
-        forward, backward, weight_gradients, recompute[shape.activation_checkpoint], attention, *idle, shared
-    )  # fmt: skip
+    return LayerTime(forward, backward, weight_gradients, recompute, attention, *idle)
+
+
+def selective_pointwise(
+    model: Architecture, shape: LayerShape, kind: BlockKind, moved_bytes: float, pointwise: float
+) -> float:
+    """Seconds of the pointwise kernels that selective activation checkpointing repeats, of all these."""
+    policy = shape.trainer.selective_policy
+    if policy == "all_but_pointwise":
+        return memory_bound_time(shape.rate, moved_bytes - permutation_bytes(model, shape, kind))
+    return 0.0 if policy == "all_but_scores" else pointwise
 
 
 def launch_time(model: Architecture, shape: LayerShape, kind: BlockKind) -> float:
@@ -318,10 +324,13 @@ def attention_time(model: Architecture, shape: LayerShape, kind: BlockKind) -> t
         forward = causal_flops / (shape.rate.flops * efficiency) * slowdown
         return forward, 2.5 * forward / 0.85
     heads, head_dim = shape.micro_batch * max(1, model.heads // shape.tensor), model.head_dim
-    queries = shape.sequence // shape.context
-    scores = matmul_time(shape.rate, queries, shape.sequence, head_dim, heads)
-    forward = scores + matmul_time(shape.rate, queries, head_dim, shape.sequence, heads)
-    score_bytes = trainer.score_traffic_bytes * heads * queries * shape.sequence
+    queries, keys = shape.sequence // shape.context, shape.sequence
+    if trainer.flash_attention:  # capped scores are computed by chunks of queries, without keys that none of them sees
+        window = model.sliding_window if kind.mixer == "window" else 0
+        keys = min(keys, round(attended_tokens(shape.sequence, window) + CHUNK_QUERIES / 2))
+    scores = matmul_time(shape.rate, queries, keys, head_dim, heads)
+    forward = scores + matmul_time(shape.rate, queries, head_dim, keys, heads)
+    score_bytes = trainer.score_traffic_bytes * heads * queries * keys
     return forward + score_bytes / shape.rate.bandwidth, 2 * forward + 1.3 * score_bytes / shape.rate.bandwidth
 
 
@@ -340,16 +349,18 @@ def pointwise_bytes(model: Architecture, shape: LayerShape, kind: BlockKind) -> 
     residual = (
         trainer.residual_traffic_bytes * shape.tokens * model.width / (tensor if trainer.sequence_parallel else 1)
     )
-    residual = residual * kind.sublayers / 2
+    moved = residual * kind.sublayers / 2
+    if model.attention_gate and kind.has_attention:  # as a gated feed-forward of this inner width
+        moved += 2 * trainer.ffn_traffic_bytes * shape.tokens * model.heads * model.head_dim / tensor
     if kind.ffn == "none":
-        return residual
+        return moved
     if kind.ffn == "dense":
-        return residual + trainer.ffn_traffic_bytes * shape.tokens * model.ffn * (model.ffn_matrices - 1) / tensor
+        return moved + trainer.ffn_traffic_bytes * shape.tokens * model.ffn * (model.ffn_matrices - 1) / tensor
     routed = routed_tokens(shape)
     permuted = permutation_bytes(model, shape, kind)
-    shared = shape.tokens * model.experts_shared * model.expert_ffn / tensor
+    shared = shape.tokens * model.shared_ffn / tensor
     inner = routed * model.expert_ffn * (FUSED_EXPERT_TRAFFIC if trainer.fused_experts else 1.0) + shared
-    return residual + permuted + trainer.ffn_traffic_bytes * inner * (model.ffn_matrices - 1)
+    return moved + permuted + trainer.ffn_traffic_bytes * inner * (model.ffn_matrices - 1)
 
 
 def permutation_bytes(model: Architecture, shape: LayerShape, kind: BlockKind) -> float:

@@ -67,7 +67,15 @@ def module_output(model: Architecture, settings: ActivationSettings) -> float:
     return partial + settings.residual_tokens * model.width * settings.compute_bytes
 
 
-def attention_activations(model: Architecture, settings: ActivationSettings) -> ModuleActivations:
+def attends_by_chunks(model: Architecture, settings: ActivationSettings, kind: BlockKind) -> bool:
+    """Whether Meshwright computes attention by chunks of queries, and writes its output by heads: with soft-capped
+    scores, and on CPU within windows and documents, for which CUDA has a kernel.
+    """
+    in_window = kind.mixer == "window" and model.sliding_window < settings.sequence
+    return model.capped_scores or (settings.on_cpu and (in_window or settings.has_documents))
+
+
+def attention_activations(model: Architecture, settings: ActivationSettings, kind: BlockKind) -> ModuleActivations:
     layout, trainer, e = settings.layout, settings.trainer, settings.compute_bytes
     tokens = settings.tokens / layout.tensor
     ring = layout.context > 1 and settings.context_method == "ring"
@@ -82,7 +90,7 @@ def attention_activations(model: Architecture, settings: ActivationSettings) -> 
         normed_latent = mla.q_lora_rank + mla.kv_lora_rank
         keys, latent = queries + values, 2 * normed_latent + mla.qk_rope_head_dim
     copies_output = (ring and not trainer.fused_kernels) or (settings.on_cpu and model.latent_attention is not None)
-    token_layout = values if copies_output else 0
+    token_layout = values if copies_output or attends_by_chunks(model, settings, kind) else 0
     logsumexp = tokens * model.heads * settings.reduction_bytes if trainer.flash_attention else 0.0
     output = tokens * values * (trainer.attention_output_bytes or e)
     qkvo = tokens * (queries + keys) * e + output + logsumexp
@@ -96,22 +104,24 @@ def attention_activations(model: Architecture, settings: ActivationSettings) -> 
     inputs = matmul_inputs(model, settings, 3) + head_norm_activations(model, settings)
     normed = settings.tokens * normed_latent
     shares_output = trainer.attention_output_bytes or not trainer.saves_quantized_inputs
-    quantized = 0.0 if shares_output else tokens * values  # the output of attention, once more
-    saved = inputs + qkvo + tokens * token_layout * e + settings.tokens * latent * e + scores + quantized
-    output_gradients = tokens * (queries + keys) * e + settings.tokens * model.width * e
+    gate = tokens * values * e if model.attention_gate else 0.0
+    # The output projection saves a tensor of its own: the gated output, or the output of attention in 8 bits.
+    own_input = projection_input if model.attention_gate else 0.0 if shares_output else tokens * values
+    saved = inputs + qkvo + gate + tokens * token_layout * e + settings.tokens * latent * e + scores + own_input
+    output_gradients = tokens * (queries + keys) * e + gate + settings.tokens * model.width * e
     materializes_scores = ring and (settings.on_cpu or settings.has_documents)
     backward_peak = tokens * (queries + keys) * e if recomputes_latent else 0.0
     if materializes_scores:
         backward_peak += 4.5 * tokens * settings.sequence / layout.context * model.heads * settings.reduction_bytes
     return ModuleActivations(
         saved,
-        qkvo + module_output(model, settings),
+        qkvo + gate + module_output(model, settings),
         output_gradients,
         backward_peak,
         scores=scores,
         attention_output=output + logsumexp,
         matmul_inputs=matmul_inputs(model, settings, 3) + normed * settings.input_bytes + projection_input,
-        pointwise=matmul_inputs(model, settings, 3) + normed * e,
+        pointwise=matmul_inputs(model, settings, 3) + normed * e + (own_input if model.attention_gate else 0.0),
     )
 
 
@@ -171,7 +181,6 @@ def ffn_activations(model: Architecture, settings: ActivationSettings, moe: bool
             pointwise=inputs + recomputable * inner,
         )
     routed = settings.residual_tokens * model.experts_active * settings.expert_imbalance
-    shared_ffn = model.experts_shared * model.expert_ffn
     if not settings.trainer.sequence_parallel and layout.tensor > 1:
         routed = routed / layout.tensor
     inner, hidden = routed * model.expert_ffn * e, routed * model.width * e
@@ -183,17 +192,17 @@ def ffn_activations(model: Architecture, settings: ActivationSettings, moe: bool
     experts = routed * (16 + settings.reduction_bytes) + copies * inner + token_copies
     router_input = settings.residual_tokens * model.width * settings.residual_bytes
     router = router_input + settings.residual_tokens * 2 * model.experts * settings.reduction_bytes
-    shared = settings.tokens * shared_ffn * e / layout.tensor
-    own_input = shared_ffn and (layout.tensor > 1 or settings.compute_bytes != settings.residual_bytes)
+    shared = settings.tokens * model.shared_ffn * e / layout.tensor
+    own_input = model.shared_ffn and (layout.tensor > 1 or settings.compute_bytes != settings.residual_bytes)
     shared_input = matmul_inputs(model, settings, 2) if own_input else 0.0
-    matmul_outputs = 2 * inner + routed * model.width * e
-    if shared_ffn:
-        matmul_outputs += 2 * shared + module_output(model, settings)
+    matmul_outputs = up_matmuls * inner + routed * model.width * e
+    if model.shared_ffn:
+        matmul_outputs += up_matmuls * shared + module_output(model, settings)
     # Backward runs shared experts first, and frees their activations before it runs the routed ones.
     return ModuleActivations(
         experts + router + copies * shared + shared_input,
         matmul_outputs,
-        2 * inner + 2 * hidden + 2 * shared,
+        up_matmuls * (inner + shared) + 2 * hidden,
         max(gradient_copies * shared, gradient_copies * inner - (token_copies if own_copies else 3 * hidden)),
         2 * hidden,
         matmul_inputs=(hidden + inner + shared) * input_share + router_input + shared_input,
@@ -209,5 +218,4 @@ def autocast_weights(model: Architecture, settings: ActivationSettings, kind: Bl
     if kind.ffn != "moe":
         return (mixer + (model.ffn_parameters if kind.ffn == "dense" else 0)) / layout.tensor * e
     experts = model.experts * model.expert_parameters / layout.expert
-    shared = model.experts_shared * model.expert_parameters
-    return ((mixer + shared) / layout.tensor + experts) * e
+    return ((mixer + model.shared_expert_parameters) / layout.tensor + experts) * e

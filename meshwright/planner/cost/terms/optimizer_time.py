@@ -17,8 +17,7 @@ def optimizer_time(job: PlannedJob, parameters: float) -> float:
     """
     rate = kernel_rate(job.cluster.device, "bf16", job.trainer)
     trainer = job.trainer
-    moved_bytes = 2 * (job.optimizer_bytes + trainer.parameter_bytes)
-    moved_bytes = moved_bytes + trainer.compute_copy_bytes + 4 * trainer.gradient_bytes
+    moved_bytes = 2 * (job.optimizer_bytes + trainer.parameter_bytes) + 4 * trainer.gradient_bytes
     if trainer.master_bytes:  # one kernel clips, updates the master weights and writes the weights
         moved_bytes = 2 * job.optimizer_bytes + trainer.parameter_bytes + 2 * trainer.gradient_bytes
     elementwise = moved_bytes * parameters / rate.bandwidth

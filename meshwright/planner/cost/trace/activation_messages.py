@@ -132,9 +132,10 @@ class ActivationMessages:
         heads, kv_heads = max(1, model.heads // tensor), max(1, model.kv_heads // tensor)
         per_head: float = self.tokens * model.head_dim
         kv_elements: float = 2 * kv_heads * per_head
-        if model.latent_attention is not None and self.config is None:
-            mla = model.latent_attention
-            kv_elements = self.tokens * (mla.kv_lora_rank + mla.qk_rope_head_dim)
+        if (
+            model.latent_attention is not None and self.config is None
+        ):  # a Meshwright run pads values to the size of keys
+            kv_elements = self.tokens * model.attention_width / tensor
         if isinstance(model, Architecture) and model.attention_share < 1:  # the other mixers exchange nothing here
             per_head, kv_elements = (elements * model.attention_share for elements in (per_head, kv_elements))
         if self.job.context_method == "all-to-all":
@@ -165,8 +166,8 @@ class ActivationMessages:
         if job.layout.expert > 1:
             counts = [self.collective("expert", "all_to_all", 8 * model.experts, 1)] if self.config else []
             # Another micro-batch that computes meanwhile runs a pass of the other direction.
-            forward = counts + self.tokens_to_experts(layer, layer.backward / 2)
-            backward = self.tokens_to_experts(layer, layer.forward / 2)
+            forward = counts + self.tokens_to_experts(layer.backward / 2)
+            backward = self.tokens_to_experts(layer.forward / 2)
         ranks = job.layout.context * job.layout.tensor
         if self.config is not None and ranks > 1 and self.config.model.router_aux_loss:
             placement = GroupPlacement(ranks, min(ranks, job.cluster.devices_per_node))
@@ -174,7 +175,7 @@ class ActivationMessages:
             forward = [*forward, self.collective("context+tensor", "all_reduce", choices, 1, placement)]
         return Messages(tuple(forward), tuple(backward), tuple(forward) if self.recomputes else ())
 
-    def tokens_to_experts(self, layer: LayerTime, other_compute: float) -> list[Communicate]:
+    def tokens_to_experts(self, other_compute: float) -> list[Communicate]:
         """Dispatch and combine in one pass. `other_compute` are the seconds that another micro-batch may hide."""
         job, trainer, model, placement = self.job, self.job.trainer, self.job.model, self.placements["expert"]
         overlap = trainer.expert_overlap
@@ -185,12 +186,11 @@ class ActivationMessages:
         ranks, per_node = placement.ranks, placement.ranks_per_node
         copies = token_copies(model.experts, active, ranks, per_node, trainer.deduplicates_tokens, node_limit)
         share = copies.total * placement.ranks / (placement.ranks - 1) / active
-        shared = layer.shared_experts / 2 if trainer.overlaps_shared_experts else 0.0
         messages = []
         for element_bytes in (trainer.dispatch_bytes or self.element_bytes, self.element_bytes):
             busiest = routed_tokens(self.shape) / active * model.width * element_bytes
             seconds = token_all_to_all_seconds(job.cluster, busiest, copies, placement)
-            exposed = exposed_all_to_all(seconds, overlap, other_compute, shared)
+            exposed = exposed_all_to_all(seconds, overlap, other_compute)
             size = self.residual_tokens * active * model.width * self.element_bytes
             message = size if self.config is not None else busiest * active * share
             messages.append(Communicate("expert", "all_to_all", message, 1, placement, seconds, seconds - exposed))
@@ -236,8 +236,8 @@ class ActivationMessages:
 def tensor_modules(model: Architecture | TracedModel, moe: bool) -> float:
     """Tensor-parallel modules of a layer, each with a pair of collectives, in the mean over its kinds of blocks."""
     if not isinstance(model, Architecture):
-        return 1 if moe and not model.experts_shared else 2
-    parallel = ("dense", "moe") if model.experts_shared else ("dense",)
+        return 1 if moe and not model.shared_ffn else 2
+    parallel = ("dense", "moe") if model.shared_ffn else ("dense",)
     return model.mean(moe, lambda kind: (kind.mixer != "none") + (kind.ffn in parallel))
 
 

@@ -186,8 +186,6 @@ class CostTrace:
         """The buffers of Megatron and the trainers built on it, which are allocated once."""
         job, trainer = self.job, self.job.trainer
         gradients = self.updated if self.plan.shards_gradients else self.numel
-        parameters = sum(count * unit.numel for stage in self.stages for count, unit in stage.units)
-        yield Allocate(PARAMETERS, parameters * trainer.compute_copy_bytes)
         if self.plan.gradients == "buffers":
             yield Allocate(GRADIENTS, gradients * trainer.gradient_bytes + self.numel * trainer.accumulation_bytes)
         data_parallel = job.layout.data_degree * job.layout.context > 1

@@ -128,7 +128,7 @@ class DataParallel:
 
     def prefetched(self, units: Sequence[Unit]) -> float:
         is_sharded = self.plan.unshards and units and units[0].group.shards.ranks > 1
-        return self.job.trainer.prefetched_units * units[0].unsharded if is_sharded else 0.0
+        return units[0].unsharded if is_sharded else 0.0
 
     def unshard(
         self, units: Sequence[Unit], following: Sequence[Unit], kind: PassKind, together: int

@@ -70,7 +70,7 @@ def estimated_stage(job: PlannedJob, layers: StageLayers, sizes: UnitSizes) -> R
             if block.block_experts:
                 partial = 0.0 if sharding.expert_stride == 1 else block.block_experts
                 experts = sizes.unit(block.block_experts, 0.0, partial, expert=True)
-            repeats = not job.trainer.torch_native or (moe and not model.experts_shared)
+            repeats = not job.trainer.torch_native or (moe and not model.shared_ffn)
             vectors = model.mean(moe, model.kind_vector_parameters) if isinstance(model, Architecture) else 0.0
             unit = sizes.unit(block.block, block.down_projection, vectors)
             runs.append(BlockRun(count, moe, unit, experts, TensorModules(repeats_last_scatter=repeats)))

@@ -259,7 +259,7 @@ def frozen_modules(spec: ModelSpec) -> dict[int, tuple[int, int]]:
     frozen = {}
     for index, block in enumerate(spec.block_names):
         moe = spec.architecture is not None and spec.architecture.is_moe_layer(index)
-        shared = spec.architecture is not None and spec.architecture.experts_shared > 0
+        shared = spec.architecture is not None and spec.architecture.shared_ffn > 0
         modules: list[tuple[str, ...]] = [(f"{block}.attention.",)]
         if not moe or shared:
             modules.append((f"{block}.ffn.", f"{block}.dense_ffn."))

@@ -137,7 +137,7 @@ def _(
         for moe in (False, True)
     )
     dense = dense_mixer + model.mean(False, lambda kind: kind.ffn == "dense") * model.ffn_parameters / tensor
-    shared = model.experts_shared * model.expert_parameters / tensor
+    shared = model.shared_expert_parameters / tensor
     gate = model.width if model.shared_expert_gate else 0
     moe = moe_mixer + shared + model.width * model.experts + gate
     experts = model.experts * model.expert_parameters / expert
