@@ -37,6 +37,7 @@ from meshwright.planner.cost.units.stage_parameters import StageLayers, stage_pa
 from meshwright.planner.search.candidate import Candidate, CandidateJob
 from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.planner.workload.trainer_profile import TrainerProfile
+from meshwright.topology.layout import Layout
 from meshwright.topology.schedules import SCHEDULES, find_schedule
 
 
@@ -79,42 +80,37 @@ class RankLayers(NamedTuple):
 
 
 class RankSeconds(NamedTuple):
-    """Pipeline ranks with equal stages, and the seconds of one micro-batch on each."""
+    """What pipeline ranks with equal stages take."""
 
-    ranks: int
+    computed: float
+    """seconds of a step, with the communication that nothing hides"""
     layers: int
-    sends: int
     forward: float
+    """seconds of one micro-batch"""
     backward: float
+
+
+class ExecutionSeconds(NamedTuple):
+    """What candidates take whose shard groups differ, without data parallelism."""
+
+    candidate: Candidate
+    micro_batches: int
+    ranks: tuple[RankSeconds, ...]
+    bubble: float
+    """with the sends that nothing overlaps"""
+    fixed: float
 
 
 class TimeBounds:
     """Lower bounds of the step times of candidates. Equal parts of different candidates are computed once."""
 
     def __init__(self) -> None:
-        self._ranks: dict[Hashable, tuple[RankSeconds, ...]] = {}
         self._modules: dict[Hashable, ModuleSeconds] = {}
         self._sends: dict[Hashable, tuple[float, float]] = {}
         self._profiles: dict[int, int] = {}
         self._numbers: dict[TrainerProfile, int] = {}
         self._layers: dict[Hashable, Counter[RankLayers]] = {}
         self._units: dict[Hashable, UnitSeconds] = {}
-
-    def seconds(self, each: CandidateJob) -> float:
-        """A lower bound of the step time."""
-        candidate, micro_batches = each.candidate, each.micro_batches
-        pipeline = candidate.layout.pipeline
-        unit, send = self.unit(each), self.send(each)
-        slowest = busiest = total = 0.0
-        for ranks, layers, sends, forward, backward in self.ranks(each):
-            computed = forward + backward + sends * send[0]
-            exposed = exposed_seconds(candidate, micro_batches, layers, forward, backward, unit)
-            slowest, total = max(slowest, computed), total + ranks * computed
-            busiest = max(busiest, micro_batches * computed + exposed)
-        if pipeline > 1:
-            bubble = (total - slowest) / find_schedule(candidate.schedule).bubble_divisor(candidate.stages_per_rank)
-            busiest += bubble + 2 * (pipeline - 1) * send[1]
-        return busiest + each.trainer.fixed_step_seconds
 
     def unscheduled_seconds(self, each: CandidateJob, bubble_divisor: int) -> float:
         """A lower bound of the step time on every schedule with at most this divisor of the bubble. The slowest rank of
@@ -124,33 +120,30 @@ class TimeBounds:
         passes = each.micro_batches + (pipeline - 1) / bubble_divisor
         return passes * self.modules(each).model / pipeline + each.trainer.fixed_step_seconds
 
-    def ranks(self, each: CandidateJob) -> tuple[RankSeconds, ...]:
-        """Pipeline ranks with equal stages, each as often as there are."""
-        candidate, layout = each.candidate, each.candidate.layout
-        key = (
-            *(layout.tensor, layout.context, layout.expert, candidate.context_method, candidate.micro),
-            *(candidate.activation_checkpoint, self.profile(each.trainer)),
-            *(layout.pipeline, candidate.schedule, candidate.stages_per_rank),
-            layout.expert > 1 and each.data_sharding.expert_stride,
-        )
-        if key not in self._ranks:
-            modules = self.modules(each)
-            self._ranks[key] = tuple(
-                RankSeconds(
-                    ranks,
-                    layers.dense + layers.moe,
-                    layers.sends,
-                    *(
-                        layers.dense * modules.dense[index]
-                        + layers.moe * modules.moe[index]
-                        + layers.is_first * modules.embedding[index]
-                        + layers.is_last * modules.head[index]
-                        for index in (0, 1)
-                    ),
-                )
-                for layers, ranks in self.layers(each).items()
+    def execution(self, each: CandidateJob, schedule: str, stages: int) -> ExecutionSeconds:
+        """What candidates on a schedule take whose shard groups differ."""
+        candidate = each.member(schedule, stages)
+        each = each._replace(candidate=candidate)
+        dense, moe, embedding, head, _ = self.modules(each)
+        exposed_send, hidden_send = self.send(each)
+        slowest = total = 0.0
+        rows = []
+        for layers, ranks in self.layers(each).items():
+            forward, backward = (
+                layers.dense * dense[index]
+                + layers.moe * moe[index]
+                + layers.is_first * embedding[index]
+                + layers.is_last * head[index]
+                for index in (0, 1)
             )
-        return self._ranks[key]
+            computed = forward + backward + layers.sends * exposed_send
+            slowest, total = max(slowest, computed), total + ranks * computed
+            rows.append(RankSeconds(each.micro_batches * computed, layers.dense + layers.moe, forward, backward))
+        pipeline, bubble = candidate.layout.pipeline, 0.0
+        if pipeline > 1:
+            bubble = (total - slowest) / find_schedule(schedule).bubble_divisor(stages)
+            bubble += 2 * (pipeline - 1) * hidden_send
+        return ExecutionSeconds(candidate, each.micro_batches, tuple(rows), bubble, each.trainer.fixed_step_seconds)
 
     def modules(self, each: CandidateJob) -> ModuleSeconds:
         candidate, layout = each.candidate, each.candidate.layout
@@ -161,7 +154,7 @@ class TimeBounds:
             layout.expert > 1 and (each.data_sharding.expert_stride, candidate.stages_per_rank > 1),
         )
         if key not in self._modules:
-            self._modules[key] = module_seconds(each.job)
+            self._modules[key] = module_seconds(each.make(candidate))
         return self._modules[key]
 
     def profile(self, trainer: TrainerProfile) -> int:
@@ -179,7 +172,7 @@ class TimeBounds:
         stage_ranks = layout.ranks // layout.pipeline
         key = layout.tensor, layout.context, candidate.micro, stage_ranks, self.profile(each.trainer)
         if key not in self._sends:
-            job = each.job
+            job = each.make(candidate)
             send = ActivationMessages(job, layer_shape(job)).send()
             self._sends[key] = max(0.0, send.seconds - send.hidden), min(send.seconds, send.hidden)
         return self._sends[key]
@@ -189,20 +182,27 @@ class TimeBounds:
         candidate = each.candidate
         key = candidate.layout.pipeline, candidate.schedule, candidate.stages_per_rank
         if key not in self._layers:
-            self._layers[key] = Counter(rank_layers(each.job))
+            self._layers[key] = Counter(rank_layers(each.make(candidate)))
         return self._layers[key]
 
-    def unit(self, each: CandidateJob) -> UnitSeconds:
-        key = each.candidate.layout, each.candidate.sharding, each.micro_batches > 1, id(each.trainer)
+    def unit(self, each: CandidateJob, layout: Layout) -> UnitSeconds:
+        """Data parallelism with a layout of the candidate's sharding."""
+        key = layout, each.candidate.sharding, each.micro_batches > 1, id(each.trainer)
         if key not in self._units:
-            self._units[key] = unit_seconds(each.job)
+            self._units[key] = unit_seconds(each.make(each.candidate._replace(layout=layout)))
         return self._units[key]
 
 
-def exposed_seconds(
-    candidate: Candidate, micro_batches: int, layers: int, forward: float, backward: float, unit: UnitSeconds
-) -> float:
-    """What data parallelism exposes at least in a step of a rank with so many layers; see the table above."""
+def least_seconds(execution: ExecutionSeconds, unit: UnitSeconds) -> float:
+    """A lower bound of the step time of an execution."""
+    candidate, micro_batches, ranks, bubble, fixed = execution
+    busiest = max([rank.computed + exposed_seconds(candidate, micro_batches, rank, unit) for rank in ranks])
+    return busiest + bubble + fixed
+
+
+def exposed_seconds(candidate: Candidate, micro_batches: int, rank: RankSeconds, unit: UnitSeconds) -> float:
+    """What data parallelism exposes at least in a step of a rank; see the table above."""
+    _, layers, forward, backward = rank
     gather, reduce, plan = layers * unit.gather, layers * unit.reduce, unit.plan
     if plan.unshards and plan.pipelined:
         exposed = reduce
