@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import cached_property
 
 from meshwright.planner.search.candidate import Candidate, CandidateJob
-from meshwright.planner.search.memory_bounds import ExecutionBytes, MemoryBounds, least_bytes
+from meshwright.planner.search.memory_bounds import ActivationBytes, MemoryBounds, RankPeaks, least_bytes
 from meshwright.planner.search.time_bounds import ExecutionSeconds, TimeBounds, least_seconds
 from meshwright.topology.layout import Layout
 
@@ -24,7 +25,11 @@ class CandidateBounds:
     ) -> None:
         self.each, self.time, self.memory, self.correction = each, time, memory, correction
         self._seconds: dict[tuple[str, int], ExecutionSeconds] = {}
-        self._bytes: dict[tuple[str, int], ExecutionBytes] = {}
+        self._peaks: dict[tuple[str, int], tuple[RankPeaks, ...]] = {}
+
+    @cached_property
+    def activations(self) -> ActivationBytes:
+        return self.memory.activation_bytes(self.each)
 
     def factor(self, schedule: str, stages: int, layout: Layout, quantity: str) -> float:
         """The correction factor of a quantity, "seconds" or "memory"."""
@@ -43,7 +48,7 @@ class CandidateBounds:
     def least_memory(self, schedule: str, stages: int, layout: Layout) -> float:
         """A lower bound of the memory."""
         key = schedule, stages
-        if (execution := self._bytes.get(key)) is None:
-            execution = self._bytes[key] = self.memory.execution(self.each, schedule, stages)
-        bound = least_bytes(execution, self.memory.state_bytes(self.each, stages, layout))
+        if (ranks := self._peaks.get(key)) is None:
+            ranks = self._peaks[key] = self.memory.rank_peaks(self.each, schedule, stages)
+        bound = least_bytes(ranks, self.activations, self.memory.state_bytes(self.each, stages, layout))
         return bound * min(1.0, self.factor(schedule, stages, layout, "memory"))

@@ -64,10 +64,9 @@ class StateBytes(NamedTuple):
     gradients: float
 
 
-class ExecutionBytes(NamedTuple):
-    """What candidates hold whose shard groups differ, without parameters, gradients and optimizer state."""
+class ActivationBytes(NamedTuple):
+    """What the micro-batches of a candidate hold."""
 
-    ranks: tuple[RankPeaks, ...]
     saved: float
     """by the smallest block for one micro-batch"""
     received: float
@@ -82,19 +81,11 @@ class MemoryBounds:
     def __init__(self, work: Workload, cluster: Cluster) -> None:
         self.work, self.on_cpu = work, cluster.device.is_cpu
         self.has_experts = work.model.experts > 0
+        self._distinct_ranks: dict[Hashable, list[tuple[int, tuple[StageLayers, ...]]]] = {}
         self._states: dict[Hashable, tuple[RankState, ...]] = {}
         self._peaks: dict[Hashable, tuple[RankPeaks, ...]] = {}
         self._activations: dict[Hashable, tuple[float, float]] = {}
         self._optimizer_bytes: dict[int, tuple[float, float]] = {}
-
-    def execution(self, each: CandidateJob, schedule: str, stages: int) -> ExecutionBytes:
-        """What candidates on a schedule hold whose shard groups differ."""
-        saved, received = self.activation_bytes(each)
-        ranks, received = self.rank_peaks(each, schedule, stages), received * each.micro_batches
-        if self.on_cpu:
-            return ExecutionBytes(ranks, saved, received, 0.0)
-        trainer = each.trainer
-        return ExecutionBytes(ranks, saved * (1 + trainer.allocator_slack), received, trainer.device_context_bytes)
 
     def rank_peaks(self, each: CandidateJob, schedule: str, stages: int) -> tuple[RankPeaks, ...]:
         """What every rank with other stages holds."""
@@ -105,11 +96,44 @@ class MemoryBounds:
         if key not in self._peaks:
             candidate = each.member(schedule, stages)
             if divided not in self._states:
-                self._states[divided] = tuple(rank_states(each.make(candidate)))
+                self._states[divided] = tuple(self.rank_states(each.make(candidate)))
             self._peaks[key] = tuple(rank_peaks(candidate, micro_batches, state) for state in self._states[divided])
         return self._peaks[key]
 
-    def activation_bytes(self, each: CandidateJob) -> tuple[float, float]:
+    def rank_states(self, job: PlannedJob) -> Iterator[RankState]:
+        """The parameters of every rank with other stages."""
+        layout, apart = job.layout, data_sharding(job).experts_apart
+        key = layout.pipeline, job.schedule, job.stages_per_rank
+        if key not in self._distinct_ranks:
+            first = {stages: rank for rank, stages in reversed(list(enumerate(stages_by_rank(job))))}
+            self._distinct_ranks[key] = sorted((rank, stages) for stages, rank in first.items())
+
+        def sizes(layers: StageLayers) -> StageParameters:
+            return stage_parameters(job.model, layers, layout.tensor, layout.expert, layout.pipeline == 1, apart)
+
+        dense, moe = (sizes(StageLayers(int(not moe), int(moe), False, False)) for moe in (False, True))
+        for rank, stages in self._distinct_ranks[key]:
+            ends = [sizes(stage) for stage in stages if stage.is_first or stage.is_last]
+            dense_layers, moe_layers = (sum(getattr(stage, name) for stage in stages) for name in LAYER_KINDS)
+            yield RankState(
+                rank,
+                dense_layers * dense.block
+                + (moe_layers * moe.block if moe_layers else 0.0)
+                + sum(end.embedding + end.head for end in ends),
+                moe_layers * moe.block_experts if moe_layers else 0.0,
+                tuple(stage.layers for stage in stages),
+                sum((not stage.is_first) + (not stage.is_last) for stage in stages),
+            )
+
+    def activation_bytes(self, each: CandidateJob) -> ActivationBytes:
+        """What the micro-batches hold, whatever the schedule and the shard groups."""
+        saved, received = self.block_bytes(each)
+        received *= each.micro_batches
+        if self.on_cpu:
+            return ActivationBytes(saved, received, 0.0)
+        return ActivationBytes(saved * (1 + each.trainer.allocator_slack), received, each.trainer.device_context_bytes)
+
+    def block_bytes(self, each: CandidateJob) -> tuple[float, float]:
         """Bytes that the smallest block saves for one micro-batch, and of a buffer that receives its input."""
         candidate, layout = each.candidate, each.candidate.layout
         key = (
@@ -151,11 +175,11 @@ class MemoryBounds:
         return self._optimizer_bytes[id(trainer)]
 
 
-def least_bytes(execution: ExecutionBytes, state: tuple[StateBytes, StateBytes]) -> float:
-    """A lower bound of the memory of the rank of an execution that needs most; `state` is that of
-    `MemoryBounds.state_bytes`.
-    """
-    ranks, saved, received, context = execution
+def least_bytes(
+    ranks: tuple[RankPeaks, ...], activations: ActivationBytes, state: tuple[StateBytes, StateBytes]
+) -> float:
+    """A lower bound of the memory of the rank that needs most; `state` is that of `MemoryBounds.state_bytes`."""
+    saved, received, context = activations
     (kept, gradients), (kept_by_experts, gradients_of_experts) = state
     most = 0.0
     for parameters, experts, neighbours, peaks in ranks:
@@ -198,31 +222,6 @@ def rank_peaks(candidate: Candidate, micro_batches: int, state: RankState) -> Ra
         partly = last / max(1, sum(state.stage_layers)), in_flight - passes[-1] * last
         peaks = (1.0, 0), (0.0, in_flight), partly
     return RankPeaks(state.parameters, state.experts, state.neighbours, peaks)
-
-
-def rank_states(job: PlannedJob) -> Iterator[RankState]:
-    layout, apart = job.layout, data_sharding(job).experts_apart
-
-    def sizes(layers: StageLayers) -> StageParameters:
-        return stage_parameters(job.model, layers, layout.tensor, layout.expert, layout.pipeline == 1, apart)
-
-    dense, moe = (sizes(StageLayers(int(not moe), int(moe), False, False)) for moe in (False, True))
-    seen: set[tuple[StageLayers, ...]] = set()
-    for rank, stages in enumerate(stages_by_rank(job)):
-        if stages in seen:
-            continue
-        seen.add(stages)
-        ends = [sizes(stage) for stage in stages if stage.is_first or stage.is_last]
-        dense_layers, moe_layers = (sum(getattr(stage, name) for stage in stages) for name in LAYER_KINDS)
-        yield RankState(
-            rank,
-            dense_layers * dense.block
-            + (moe_layers * moe.block if moe_layers else 0.0)
-            + sum(end.embedding + end.head for end in ends),
-            moe_layers * moe.block_experts if moe_layers else 0.0,
-            tuple(stage.layers for stage in stages),
-            sum((not stage.is_first) + (not stage.is_last) for stage in stages),
-        )
 
 
 def passes_in_flight(candidate: Candidate, micro_batches: int, rank: int) -> tuple[int, ...]:

@@ -63,7 +63,7 @@ class PlanResult:
 
 @contextmanager
 def without_garbage_collection() -> Iterator[None]:
-    """Planning makes 200,000 objects that live until its end, and 500 in reference cycles: looking for those would take a
+    """Planning makes 200,000 objects that live until its end, and 500 in reference cycles: looking for those takes a
     fifth of its time.
     """
     was_enabled = gc.isenabled()

@@ -87,7 +87,8 @@ class BestPlans:
         self.top, self.last_seconds = top, inf
         self.plans: dict[tuple[Layout, str], Estimate] = {}
         self.families: dict[object, float] = {}
-        self.feasible: set[Candidate] = set()
+        self.feasible: dict[Candidate, None] = {}
+        """The candidates that fit, in the order in which they were found."""
 
     def seconds_to_beat(self, candidate: Candidate) -> float:
         """The step time from which on a candidate changes neither its layout's best plan nor the list."""
@@ -100,7 +101,7 @@ class BestPlans:
         return min(self.last_seconds, of_family)
 
     def add(self, candidate: Candidate, plan: Estimate) -> None:
-        self.feasible.add(candidate)
+        self.feasible[candidate] = None
         key = candidate.layout_key
         if key in self.plans and preference(plan) >= preference(self.plans[key]):
             return
@@ -243,7 +244,11 @@ class BestFirst:
             memory = bounds.least_memory(execution.schedule, execution.stages_per_rank, layout)
             return memory <= self.cache.memory_limit
 
-        return layouts[bisect_left(layouts[:-1], True, key=may_fit) :] if may_fit(layouts[-1]) else ()
+        if may_fit(layouts[0]):
+            return layouts
+        if len(layouts) == 1 or not may_fit(layouts[-1]):
+            return ()
+        return layouts[bisect_left(layouts[:-1], True, lo=1, key=may_fit) :]
 
     def shard_groups(self, layouts: tuple[Layout, ...]) -> list[Layout]:
         """The layouts whose shard groups are all ranks, one node, and the smallest, in this order."""
@@ -289,9 +294,9 @@ def search(
         best.add(candidate, cache.estimate(candidate))
     ranked = rank_estimates(best.plans.values())
     first = [Candidate.from_job(plan.job) for plan in ranked[:3]]
-    feasible = best.feasible | set(memory_saving_variants(cache, space, first))
+    feasible = best.feasible | dict.fromkeys(memory_saving_variants(cache, space, first))
     ranked, exact = rank_exactly(cache, ranked, top)
-    others = (cache.estimate(candidate) for candidate in feasible - set(exact))
+    others = (cache.estimate(candidate) for candidate in feasible if candidate not in exact)
     return SearchResult(
         ranked,
         pareto_front([*(plan for plan in exact.values() if plan), *others]),

@@ -34,11 +34,11 @@ from meshwright.planner.cost.units.data_sharding import data_sharding
 from meshwright.planner.cost.units.estimated_units import UnitSizes
 from meshwright.planner.cost.units.group_placements import group_placements
 from meshwright.planner.cost.units.stage_parameters import StageLayers, stage_parameters, stages_by_rank
-from meshwright.planner.search.candidate import Candidate, CandidateJob
+from meshwright.planner.search.candidate import CandidateJob
 from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.planner.workload.trainer_profile import TrainerProfile
 from meshwright.topology.layout import Layout
-from meshwright.topology.schedules import SCHEDULES, find_schedule
+from meshwright.topology.schedules import SCHEDULES
 
 
 class PassSeconds(NamedTuple):
@@ -93,7 +93,11 @@ class RankSeconds(NamedTuple):
 class ExecutionSeconds(NamedTuple):
     """What candidates take whose shard groups differ, without data parallelism."""
 
-    candidate: Candidate
+    pipeline: int
+    stages: int
+    """stages per rank"""
+    single_stage: bool
+    """whether the schedule has one stage per rank"""
     micro_batches: int
     ranks: tuple[RankSeconds, ...]
     bubble: float
@@ -118,43 +122,42 @@ class TimeBounds:
         """
         pipeline = each.candidate.layout.pipeline
         passes = each.micro_batches + (pipeline - 1) / bubble_divisor
-        return passes * self.modules(each).model / pipeline + each.trainer.fixed_step_seconds
+        return (
+            passes * self.modules(each, each.candidate.stages_per_rank).model / pipeline
+            + each.trainer.fixed_step_seconds
+        )
 
     def execution(self, each: CandidateJob, schedule: str, stages: int) -> ExecutionSeconds:
         """What candidates on a schedule take whose shard groups differ."""
-        candidate = each.member(schedule, stages)
-        each = each._replace(candidate=candidate)
-        dense, moe, embedding, head, _ = self.modules(each)
-        exposed_send, hidden_send = self.send(each)
-        slowest = total = 0.0
+        modules, (exposed_send, hidden_send) = self.modules(each, stages), self.send(each)
+        pipeline, micro_batches = each.candidate.layout.pipeline, each.micro_batches
+        slowest = total = bubble = 0.0
         rows = []
-        for layers, ranks in self.layers(each).items():
-            forward, backward = (
-                layers.dense * dense[index]
-                + layers.moe * moe[index]
-                + layers.is_first * embedding[index]
-                + layers.is_last * head[index]
-                for index in (0, 1)
-            )
+        for layers, ranks in self.layers(each, schedule, stages).items():
+            forward, backward = [
+                layers.dense * dense + layers.moe * moe + layers.is_first * embedding + layers.is_last * head
+                for dense, moe, embedding, head in zip(*modules[:4], strict=True)
+            ]
             computed = forward + backward + layers.sends * exposed_send
             slowest, total = max(slowest, computed), total + ranks * computed
-            rows.append(RankSeconds(each.micro_batches * computed, layers.dense + layers.moe, forward, backward))
-        pipeline, bubble = candidate.layout.pipeline, 0.0
+            rows.append(RankSeconds(micro_batches * computed, layers.dense + layers.moe, forward, backward))
+        single_stage = SCHEDULES[schedule].single_stage
         if pipeline > 1:
-            bubble = (total - slowest) / find_schedule(schedule).bubble_divisor(stages)
+            bubble = (total - slowest) / SCHEDULES[schedule].bubble_divisor(stages)
             bubble += 2 * (pipeline - 1) * hidden_send
-        return ExecutionSeconds(candidate, each.micro_batches, tuple(rows), bubble, each.trainer.fixed_step_seconds)
+        fixed = each.trainer.fixed_step_seconds
+        return ExecutionSeconds(pipeline, stages, single_stage, micro_batches, tuple(rows), bubble, fixed)
 
-    def modules(self, each: CandidateJob) -> ModuleSeconds:
+    def modules(self, each: CandidateJob, stages: int) -> ModuleSeconds:
         candidate, layout = each.candidate, each.candidate.layout
         key = (
             *(layout.tensor, layout.context, layout.expert, candidate.context_method, candidate.micro),
             *(candidate.activation_checkpoint, self.profile(each.trainer)),
             # Experts communicate in other groups, and beside other micro-batches.
-            layout.expert > 1 and (each.data_sharding.expert_stride, candidate.stages_per_rank > 1),
+            layout.expert > 1 and (each.data_sharding.expert_stride, stages > 1),
         )
         if key not in self._modules:
-            self._modules[key] = module_seconds(each.make(candidate))
+            self._modules[key] = module_seconds(each.make(candidate._replace(stages_per_rank=stages)))
         return self._modules[key]
 
     def profile(self, trainer: TrainerProfile) -> int:
@@ -177,12 +180,11 @@ class TimeBounds:
             self._sends[key] = max(0.0, send.seconds - send.hidden), min(send.seconds, send.hidden)
         return self._sends[key]
 
-    def layers(self, each: CandidateJob) -> Counter[RankLayers]:
+    def layers(self, each: CandidateJob, schedule: str, stages: int) -> Counter[RankLayers]:
         """How many pipeline ranks have which layers."""
-        candidate = each.candidate
-        key = candidate.layout.pipeline, candidate.schedule, candidate.stages_per_rank
+        key = each.candidate.layout.pipeline, schedule, stages
         if key not in self._layers:
-            self._layers[key] = Counter(rank_layers(each.make(candidate)))
+            self._layers[key] = Counter(rank_layers(each.make(each.member(schedule, stages))))
         return self._layers[key]
 
     def unit(self, each: CandidateJob, layout: Layout) -> UnitSeconds:
@@ -195,26 +197,25 @@ class TimeBounds:
 
 def least_seconds(execution: ExecutionSeconds, unit: UnitSeconds) -> float:
     """A lower bound of the step time of an execution."""
-    candidate, micro_batches, ranks, bubble, fixed = execution
-    busiest = max([rank.computed + exposed_seconds(candidate, micro_batches, rank, unit) for rank in ranks])
-    return busiest + bubble + fixed
+    busiest = max([rank.computed + exposed_seconds(execution, rank, unit) for rank in execution.ranks])
+    return busiest + execution.bubble + execution.fixed
 
 
-def exposed_seconds(candidate: Candidate, micro_batches: int, rank: RankSeconds, unit: UnitSeconds) -> float:
+def exposed_seconds(execution: ExecutionSeconds, rank: RankSeconds, unit: UnitSeconds) -> float:
     """What data parallelism exposes at least in a step of a rank; see the table above."""
+    pipeline, stages, single_stage, micro_batches, *_ = execution
     _, layers, forward, backward = rank
     gather, reduce, plan = layers * unit.gather, layers * unit.reduce, unit.plan
     if plan.unshards and plan.pipelined:
         exposed = reduce
-        stages, single = candidate.stages_per_rank, SCHEDULES[candidate.schedule].single_stage
         if unit.resharding == "reshards":
             first = min(layers, max(0, stages - 1)) * unit.gather
             exposed += micro_batches * (first + max(0.0, gather - first - max(forward, backward)))
         if stages > LOOKAHEAD_STAGES:
-            rounds = max(1, micro_batches // candidate.layout.pipeline)
+            rounds = max(1, micro_batches // pipeline)
             whole = 2 * (stages - LOOKAHEAD_STAGES) * rounds + LOOKAHEAD_STAGES
             exposed = max(exposed, reduce + whole * gather / stages)
-        elif unit.resharding == "stays" and not single:
+        elif unit.resharding == "stays" and not single_stage:
             exposed += gather
         return exposed
     if not plan.overlaps:
