@@ -233,13 +233,18 @@ def partition_blocks(costs: tuple[float, ...], stages: int) -> tuple[range, ...]
     next_starts: list[list[int]] = []
     for remaining in range(2, stages + 1):
         costs_from, ends = [float("inf")] * (blocks + 1), [0] * (blocks + 1)
-        for i in range(blocks - remaining + 1):
-            for end in range(i + 1, blocks - remaining + 2):
-                own = sums[end] - sums[i]
-                if own > costs_from[i]:
-                    break  # larger stages are not cheaper
-                if (cost := max(own, max_cost[end])) <= costs_from[i]:
-                    costs_from[i], ends[i] = cost, end
+        last, end = blocks - remaining + 1, 0
+        for i in range(last):
+            # More blocks cost this stage more and the others less: the best end is where the two meet, or one earlier.
+            end = max(end, i + 1)
+            while end < last and sums[end] - sums[i] < max_cost[end]:
+                end += 1
+            cost, best = max(sums[end] - sums[i], max_cost[end]), end
+            if end > i + 1 and max_cost[end - 1] < cost:
+                cost, best = max_cost[end - 1], end - 1
+            while best < last and sums[best + 1] - sums[i] <= cost:
+                best += 1  # blocks without a cost
+            costs_from[i], ends[i] = cost, best
         max_cost = costs_from
         next_starts.insert(0, ends)
     starts = [0]

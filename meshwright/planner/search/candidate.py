@@ -10,7 +10,7 @@ from meshwright.config import Batch, LayoutConfig, PipelineConfig, RunConfig
 from meshwright.config.device_defaults import with_device_defaults
 from meshwright.errors import ConfigError
 from meshwright.models.registry import validate_family
-from meshwright.planner.cost.units.data_sharding import DataSharding, layout_sharding
+from meshwright.planner.cost.units.data_sharding import DataSharding
 from meshwright.planner.hardware.cluster import Cluster
 from meshwright.planner.workload.own_trainer import own_trainer
 from meshwright.planner.workload.planned_job import PlannedJob, matmul_precision
@@ -20,7 +20,7 @@ from meshwright.planner.workload.trainer_profiles import MESHWRIGHT, MESHWRIGHT_
 from meshwright.planner.workload.workload import Workload
 from meshwright.topology import schedules
 from meshwright.topology.layout import Layout
-from meshwright.topology.parameter_shards import uses_ddp, uses_fsdp
+from meshwright.topology.parameter_shards import uses_ddp
 from meshwright.topology.unsupported import validate
 
 
@@ -89,7 +89,7 @@ def trainer_key(work: Workload, candidate: Candidate) -> Hashable:
     layout = candidate.layout
     micro_steps = work.global_batch // layout.data_degree // candidate.micro
     schedule = candidate.schedule if layout.pipeline > 1 else ""
-    groups = uses_fsdp(layout), uses_ddp(layout), layout.context > 1
+    groups = uses_ddp(layout), layout.data_degree > 1, layout.context > 1
     return *groups, schedule, micro_steps > 1, candidate.offload, candidate.compile
 
 
@@ -122,22 +122,22 @@ def candidate_job(
 
 
 class CandidateJob(NamedTuple):
-    """What most lower bounds need of a candidate's job, which takes longer to make."""
+    """What lower bounds need of the job of a candidate, which takes longer to make. Candidates share it that differ in
+    the size of their shard groups, and in their schedules as far as all of these split backward, or none.
+    """
 
     candidate: Candidate
     trainer: TrainerProfile
     precision: str
     micro_batches: int
     """per step on one rank"""
+    data_sharding: DataSharding
     make: Callable[[Candidate], PlannedJob]
 
-    @property
-    def job(self) -> PlannedJob:
-        return self.make(self.candidate)
-
-    @property
-    def data_sharding(self) -> DataSharding:
-        return layout_sharding(self.candidate.layout, self.candidate.sharding, self.trainer)
+    def member(self, schedule: str, stages: int, layout: Layout | None = None) -> Candidate:
+        """The candidate with a schedule and a layout."""
+        layout = layout or self.candidate.layout
+        return self.candidate._replace(schedule=schedule, stages_per_rank=stages, layout=layout)
 
 
 def candidate_config(base: RunConfig, candidate: Candidate) -> RunConfig:

@@ -9,6 +9,7 @@ from meshwright.planner.cost.estimate import Estimate, MemoryEstimate
 from meshwright.planner.cost.peak_memory import estimate_memory, rank_memory, rank_traces, ranks_that_may_peak
 from meshwright.planner.cost.step_time import estimate_step
 from meshwright.planner.cost.trace.cost_trace import CostTrace
+from meshwright.planner.cost.units.data_sharding import layout_sharding
 from meshwright.planner.cost.units.stage_parameters import stages_by_rank
 from meshwright.planner.hardware.cluster import Cluster
 from meshwright.planner.search.candidate import (
@@ -19,12 +20,14 @@ from meshwright.planner.search.candidate import (
     trainer_key,
     validation_error,
 )
+from meshwright.planner.search.candidate_bounds import CandidateBounds
 from meshwright.planner.search.memory_bounds import MemoryBounds
 from meshwright.planner.search.search_space import fills_schedule, pipeline_schedules
 from meshwright.planner.search.time_bounds import TimeBounds
 from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.planner.workload.trainer_profile import TrainerProfile
 from meshwright.planner.workload.workload import Workload
+from meshwright.topology.layout import Layout
 from meshwright.topology.schedules import SCHEDULES
 
 
@@ -34,6 +37,7 @@ class CostCache:
         self.memory_limit = (1 - work.headroom) * cluster.device.memory
         """The bytes that a plan may use: those of the device without the headroom."""
         self.time_bounds, self.memory_bounds = TimeBounds(), MemoryBounds(self.work, cluster)
+        self._bounds: dict[Hashable, CandidateBounds] = {}
         self._schedules: dict[tuple[int, int], list[tuple[str, int]]] = {}
         self._least_bubbles: dict[tuple[int, int], list[tuple[int, str, int]]] = {}
         self._stage_memory: dict[Candidate, list[MemoryEstimate]] = {}
@@ -43,7 +47,6 @@ class CostCache:
         self._estimates: dict[Candidate, Estimate] = {}
         self._traces: dict[Candidate, list[CostTrace]] = {}
         self._unsupported: dict[Candidate, bool] = {}
-        self._least_seconds: dict[Candidate, float] = {}
         self._trainers: dict[Hashable, tuple[TrainerProfile, str]] = {}
         self._profiles: dict[tuple[TrainerProfile, str], tuple[TrainerProfile, str]] = {}
 
@@ -101,7 +104,23 @@ class CostCache:
 
     def candidate_job(self, candidate: Candidate) -> CandidateJob:
         """What lower bounds need of the job."""
-        return CandidateJob(candidate, *self.trainer(candidate), self.micro_batches(candidate), self.job)
+        trainer, precision = self.trainer(candidate)
+        data_sharding = layout_sharding(candidate.layout, candidate.sharding, trainer)
+        return CandidateJob(candidate, trainer, precision, self.micro_batches(candidate), data_sharding, self.job)
+
+    def bounds(self, execution: Candidate, sharding: str, layout: Layout) -> CandidateBounds:
+        """The lower bounds of an execution with a sharding, of which `layout` is one of the layouts."""
+        splits_backward = SCHEDULES[execution.schedule].splits_backward
+        key = (
+            *(layout.pipeline, layout.data_degree, layout.context, layout.tensor, layout.expert, sharding),
+            *(execution.micro, execution.activation_checkpoint, splits_backward, execution.context_method),
+            *(execution.offload, execution.compile),
+        )
+        if key not in self._bounds:
+            each = self.candidate_job(execution._replace(sharding=sharding, layout=layout))
+            correction = self.correction if self.corrections.records else None
+            self._bounds[key] = CandidateBounds(each, self.time_bounds, self.memory_bounds, correction)
+        return self._bounds[key]
 
     def correction(self, candidate: Candidate, quantity: str) -> float:
         """The correction factor of a quantity, "seconds" or "memory", learned from runs on this cluster."""
@@ -164,15 +183,13 @@ class CostCache:
 
     def least_memory(self, candidate: Candidate) -> float:
         """A lower bound of the memory of a candidate."""
-        bound = self.memory_bounds.memory(self.candidate_job(candidate))
-        return bound * min(1.0, self.correction(candidate, "memory"))
+        bounds = self.bounds(candidate, candidate.sharding, candidate.layout)
+        return bounds.least_memory(candidate.schedule, candidate.stages_per_rank, candidate.layout)
 
     def least_seconds(self, candidate: Candidate) -> float:
         """A lower bound of the step time of a candidate."""
-        if candidate not in self._least_seconds:
-            bound = self.time_bounds.seconds(self.candidate_job(candidate))
-            self._least_seconds[candidate] = bound * self.correction(candidate, "seconds")
-        return self._least_seconds[candidate]
+        bounds = self.bounds(candidate, candidate.sharding, candidate.layout)
+        return bounds.least_seconds(candidate.schedule, candidate.stages_per_rank, candidate.layout)
 
     def least_unscheduled_seconds(self, candidate: Candidate) -> float:
         """A lower bound of the step times of a candidate on all schedules that its micro-batches fill."""

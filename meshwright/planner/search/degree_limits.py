@@ -36,7 +36,7 @@ def checkpoint_modes(work: Workload, space: SearchSpace) -> tuple[str, ...]:
 
 def unscheduled(cache: CostCache, degrees: ModelParallelDegrees, mode: str, offload: bool) -> list[Candidate]:
     """Returns the micro-batches of these degrees with a mode of activation checkpointing, without sharding, each with
-    the first schedule that it fills; see `executions`.
+    the first schedule that it fills.
     """
     layout = Layout(degrees.pipeline, degrees.data, 1, degrees.context, degrees.tensor, degrees.expert)
     return [
@@ -45,16 +45,8 @@ def unscheduled(cache: CostCache, degrees: ModelParallelDegrees, mode: str, offl
     ]
 
 
-def executions(cache: CostCache, candidate: Candidate) -> list[Candidate]:
-    """Returns the candidate with every schedule that its micro-batches fill."""
-    return [
-        candidate._replace(schedule=schedule, stages_per_rank=stages)
-        for schedule, stages in cache.filled_schedules(candidate.layout.pipeline, cache.micro_batches(candidate))
-    ]
-
-
 def least_memory(
-    cache: CostCache, degrees: ModelParallelDegrees, space: SearchSpace, sharded: tuple[str, list[Layout]]
+    cache: CostCache, degrees: ModelParallelDegrees, space: SearchSpace, sharded: tuple[str, tuple[Layout, ...]]
 ) -> list[Candidate]:
     """Returns the candidates of these degrees of which one has the least memory: the smallest micro-batch, the largest
     shard group, the most activation checkpointing that is supported, and the fewest and the most stages per rank (a

@@ -13,7 +13,7 @@ from typing import NamedTuple
 from meshwright.planner.cost.peak_memory import activation_settings
 from meshwright.planner.cost.terms.activations import block_activations, hidden_state_bytes
 from meshwright.planner.cost.trace.schedule_passes import LOOKAHEAD_STAGES
-from meshwright.planner.cost.units.data_sharding import data_sharding
+from meshwright.planner.cost.units.data_sharding import data_sharding, layout_sharding
 from meshwright.planner.cost.units.stage_parameters import (
     StageLayers,
     StageParameters,
@@ -27,6 +27,7 @@ from meshwright.planner.workload.optimizer_bytes import optimizer_bytes, trainab
 from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.planner.workload.trainer_profile import TrainerProfile
 from meshwright.planner.workload.workload import Workload
+from meshwright.topology.layout import Layout
 from meshwright.topology.schedules import SCHEDULES
 
 LAYER_KINDS = ("dense_layers", "moe_layers")
@@ -63,45 +64,76 @@ class StateBytes(NamedTuple):
     gradients: float
 
 
+class ActivationBytes(NamedTuple):
+    """What the micro-batches of a candidate hold."""
+
+    saved: float
+    """by the smallest block for one micro-batch"""
+    received: float
+    """in the buffers between two stages"""
+    context: float
+    """what the device needs besides tensors"""
+
+
 class MemoryBounds:
     """Lower bounds of the memory of the candidates of a workload. Equal parts are computed once."""
 
     def __init__(self, work: Workload, cluster: Cluster) -> None:
         self.work, self.on_cpu = work, cluster.device.is_cpu
+        self.has_experts = work.model.experts > 0
+        self._distinct_ranks: dict[Hashable, list[tuple[int, tuple[StageLayers, ...]]]] = {}
         self._states: dict[Hashable, tuple[RankState, ...]] = {}
         self._peaks: dict[Hashable, tuple[RankPeaks, ...]] = {}
         self._activations: dict[Hashable, tuple[float, float]] = {}
-        self._state_bytes: dict[Hashable, tuple[StateBytes, StateBytes]] = {}
         self._optimizer_bytes: dict[int, tuple[float, float]] = {}
 
-    def memory(self, each: CandidateJob) -> float:
-        """A lower bound of the memory of the rank that needs most, with what the device needs besides tensors."""
-        saved, received = self.activation_bytes(each)
-        received *= each.micro_batches
-        saved *= 1 + (0.0 if self.on_cpu else each.trainer.allocator_slack)
-        dense, expert = self.state_bytes(each)
-        most = 0.0
-        for parameters, experts, neighbours, peaks in self.rank_peaks(each):
-            gradients = parameters * dense.gradients + experts * expert.gradients
-            peak = max([share * gradients + saved * layers for share, layers in peaks])
-            most = max(most, parameters * dense.kept + experts * expert.kept + neighbours * received + peak)
-        return most + (0.0 if self.on_cpu else each.trainer.device_context_bytes)
-
-    def rank_peaks(self, each: CandidateJob) -> tuple[RankPeaks, ...]:
-        candidate, layout = each.candidate, each.candidate.layout
+    def rank_peaks(self, each: CandidateJob, schedule: str, stages: int) -> tuple[RankPeaks, ...]:
+        """What every rank with other stages holds."""
+        layout, micro_batches = each.candidate.layout, each.micro_batches
         apart = layout.expert > 1 and each.data_sharding.experts_apart
-        key = (
-            *(layout.pipeline, candidate.schedule, candidate.stages_per_rank, layout.tensor, layout.expert, apart),
-            each.micro_batches,
-        )
+        divided = layout.pipeline, schedule, stages, layout.tensor, layout.expert, apart
+        key = *divided, micro_batches
         if key not in self._peaks:
-            if key[:-1] not in self._states:
-                self._states[key[:-1]] = tuple(rank_states(each.job))
-            states = self._states[key[:-1]]
-            self._peaks[key] = tuple(rank_peaks(candidate, each.micro_batches, state) for state in states)
+            candidate = each.member(schedule, stages)
+            if divided not in self._states:
+                self._states[divided] = tuple(self.rank_states(each.make(candidate)))
+            self._peaks[key] = tuple(rank_peaks(candidate, micro_batches, state) for state in self._states[divided])
         return self._peaks[key]
 
-    def activation_bytes(self, each: CandidateJob) -> tuple[float, float]:
+    def rank_states(self, job: PlannedJob) -> Iterator[RankState]:
+        """The parameters of every rank with other stages."""
+        layout, apart = job.layout, data_sharding(job).experts_apart
+        key = layout.pipeline, job.schedule, job.stages_per_rank
+        if key not in self._distinct_ranks:
+            first = {stages: rank for rank, stages in reversed(list(enumerate(stages_by_rank(job))))}
+            self._distinct_ranks[key] = sorted((rank, stages) for stages, rank in first.items())
+
+        def sizes(layers: StageLayers) -> StageParameters:
+            return stage_parameters(job.model, layers, layout.tensor, layout.expert, layout.pipeline == 1, apart)
+
+        dense, moe = (sizes(StageLayers(int(not moe), int(moe), False, False)) for moe in (False, True))
+        for rank, stages in self._distinct_ranks[key]:
+            ends = [sizes(stage) for stage in stages if stage.is_first or stage.is_last]
+            dense_layers, moe_layers = (sum(getattr(stage, name) for stage in stages) for name in LAYER_KINDS)
+            yield RankState(
+                rank,
+                dense_layers * dense.block
+                + (moe_layers * moe.block if moe_layers else 0.0)
+                + sum(end.embedding + end.head for end in ends),
+                moe_layers * moe.block_experts if moe_layers else 0.0,
+                tuple(stage.layers for stage in stages),
+                sum((not stage.is_first) + (not stage.is_last) for stage in stages),
+            )
+
+    def activation_bytes(self, each: CandidateJob) -> ActivationBytes:
+        """What the micro-batches hold, whatever the schedule and the shard groups."""
+        saved, received = self.block_bytes(each)
+        received *= each.micro_batches
+        if self.on_cpu:
+            return ActivationBytes(saved, received, 0.0)
+        return ActivationBytes(saved * (1 + each.trainer.allocator_slack), received, each.trainer.device_context_bytes)
+
+    def block_bytes(self, each: CandidateJob) -> tuple[float, float]:
         """Bytes that the smallest block saves for one micro-batch, and of a buffer that receives its input."""
         candidate, layout = each.candidate, each.candidate.layout
         key = (
@@ -109,34 +141,28 @@ class MemoryBounds:
             *(candidate.activation_checkpoint, each.data_sharding.fsdp, layout.pipeline > 1, id(each.trainer)),
         )
         if key not in self._activations:
-            job = each.job
+            job = each.make(candidate)
             settings = activation_settings(job)
             saved = min(block_activations(job.model, settings, moe).saved for moe in model_kinds(job))
             receives = job.trainer.torch_native and layout.pipeline > 1
             self._activations[key] = saved, hidden_state_bytes(job.model, settings) if receives else 0.0
         return self._activations[key]
 
-    def state_bytes(self, each: CandidateJob) -> tuple[StateBytes, StateBytes]:
+    def state_bytes(self, each: CandidateJob, stages: int, layout: Layout) -> tuple[StateBytes, StateBytes]:
         """A lower bound of the bytes of a parameter, its optimizer state and its gradient on a rank, and of those of an
         expert's: shards divide evenly.
 
         FSDP2 accumulates the gradients of a pipeline's micro-batches unsharded, at least those of one stage, and those
         of a single micro-batch are sharded as soon as they are reduced.
         """
-        candidate, layout = each.candidate, each.candidate.layout
         # In a single round stages are complete one after the other.
-        one_round = each.micro_batches < 2 * layout.pipeline
-        key = (
-            *(layout, candidate.sharding, candidate.offload, candidate.stages_per_rank),
-            *(one_round, each.micro_batches > 1, each.precision, id(each.trainer)),
-        )
-        if key not in self._state_bytes:
-            groups, optimizer = each.data_sharding, self.optimizer_bytes(each.trainer)
-            self._state_bytes[key] = (
-                state_bytes(each, groups.dense.shards, one_round, optimizer),
-                state_bytes(each, groups.experts.shards, one_round, optimizer),
-            )
-        return self._state_bytes[key]
+        one_round = each.micro_batches < 2 * each.candidate.layout.pipeline
+        groups = layout_sharding(layout, each.candidate.sharding, each.trainer)
+        optimizer = self.optimizer_bytes(each.trainer)
+        dense = state_bytes(each, stages, groups.dense.shards, one_round, optimizer)
+        return dense, state_bytes(
+            each, stages, groups.experts.shards, one_round, optimizer
+        ) if self.has_experts else dense
 
     def optimizer_bytes(self, trainer: TrainerProfile) -> tuple[float, float]:
         """Bytes of optimizer state per parameter, and the fraction of the parameters that are trained."""
@@ -149,10 +175,26 @@ class MemoryBounds:
         return self._optimizer_bytes[id(trainer)]
 
 
-def state_bytes(each: CandidateJob, shards: int, one_round: bool, optimizer: tuple[float, float]) -> StateBytes:
+def least_bytes(
+    ranks: tuple[RankPeaks, ...], activations: ActivationBytes, state: tuple[StateBytes, StateBytes]
+) -> float:
+    """A lower bound of the memory of the rank that needs most; `state` is that of `MemoryBounds.state_bytes`."""
+    saved, received, context = activations
+    (kept, gradients), (kept_by_experts, gradients_of_experts) = state
+    most = 0.0
+    for parameters, experts, neighbours, peaks in ranks:
+        gradient = parameters * gradients + experts * gradients_of_experts
+        peak = max([share * gradient + saved * layers for share, layers in peaks])
+        most = max(most, parameters * kept + experts * kept_by_experts + neighbours * received + peak)
+    return most + context
+
+
+def state_bytes(
+    each: CandidateJob, stages: int, shards: int, one_round: bool, optimizer: tuple[float, float]
+) -> StateBytes:
     """See `MemoryBounds.state_bytes`; `optimizer` is what `MemoryBounds.optimizer_bytes` returns."""
     candidate, trainer = each.candidate, each.trainer
-    sharding, stages = candidate.sharding, candidate.stages_per_rank
+    sharding = candidate.sharding
     compute = 4.0 if each.precision in ("fp32", "fp64") else 2.0
     pipelined, native = candidate.layout.pipeline > 1, trainer.torch_native
     ranks = shards if sharding != "none" else 1
@@ -180,31 +222,6 @@ def rank_peaks(candidate: Candidate, micro_batches: int, state: RankState) -> Ra
         partly = last / max(1, sum(state.stage_layers)), in_flight - passes[-1] * last
         peaks = (1.0, 0), (0.0, in_flight), partly
     return RankPeaks(state.parameters, state.experts, state.neighbours, peaks)
-
-
-def rank_states(job: PlannedJob) -> Iterator[RankState]:
-    layout, apart = job.layout, data_sharding(job).experts_apart
-
-    def sizes(layers: StageLayers) -> StageParameters:
-        return stage_parameters(job.model, layers, layout.tensor, layout.expert, layout.pipeline == 1, apart)
-
-    dense, moe = (sizes(StageLayers(int(not moe), int(moe), False, False)) for moe in (False, True))
-    seen: set[tuple[StageLayers, ...]] = set()
-    for rank, stages in enumerate(stages_by_rank(job)):
-        if stages in seen:
-            continue
-        seen.add(stages)
-        ends = [sizes(stage) for stage in stages if stage.is_first or stage.is_last]
-        dense_layers, moe_layers = (sum(getattr(stage, name) for stage in stages) for name in LAYER_KINDS)
-        yield RankState(
-            rank,
-            dense_layers * dense.block
-            + (moe_layers * moe.block if moe_layers else 0.0)
-            + sum(end.embedding + end.head for end in ends),
-            moe_layers * moe.block_experts if moe_layers else 0.0,
-            tuple(stage.layers for stage in stages),
-            sum((not stage.is_first) + (not stage.is_last) for stage in stages),
-        )
 
 
 def passes_in_flight(candidate: Candidate, micro_batches: int, rank: int) -> tuple[int, ...]:

@@ -26,6 +26,7 @@ from typing import NamedTuple
 from meshwright.planner.calibration.estimator import estimate
 from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.search.candidate import Candidate, exact_job
+from meshwright.planner.search.candidate_bounds import CandidateBounds
 from meshwright.planner.search.choice import (
     PlanFamily,
     expected_seconds,
@@ -35,7 +36,7 @@ from meshwright.planner.search.choice import (
     rank_estimates,
 )
 from meshwright.planner.search.cost_cache import CostCache
-from meshwright.planner.search.degree_limits import all_degrees, checkpoint_modes, executions, least_memory, unscheduled
+from meshwright.planner.search.degree_limits import all_degrees, checkpoint_modes, least_memory, unscheduled
 from meshwright.planner.search.search_space import ModelParallelDegrees, SearchSpace, sharded_layouts
 from meshwright.topology.layout import Layout
 
@@ -86,7 +87,8 @@ class BestPlans:
         self.top, self.last_seconds = top, inf
         self.plans: dict[tuple[Layout, str], Estimate] = {}
         self.families: dict[object, float] = {}
-        self.feasible: set[Candidate] = set()
+        self.feasible: dict[Candidate, None] = {}
+        """The candidates that fit, in the order in which they were found."""
 
     def seconds_to_beat(self, candidate: Candidate) -> float:
         """The step time from which on a candidate changes neither its layout's best plan nor the list."""
@@ -99,7 +101,7 @@ class BestPlans:
         return min(self.last_seconds, of_family)
 
     def add(self, candidate: Candidate, plan: Estimate) -> None:
-        self.feasible.add(candidate)
+        self.feasible[candidate] = None
         key = candidate.layout_key
         if key in self.plans and preference(plan) >= preference(self.plans[key]):
             return
@@ -135,7 +137,7 @@ class BestFirst:
         self.cache, self.space, self.best = cache, space, best
         self.queue: list[SearchNode] = []
         self.number = count()
-        self.layouts: dict[ModelParallelDegrees, list[tuple[str, list[Layout]]]] = {}
+        self.layouts: dict[ModelParallelDegrees, list[tuple[str, tuple[Layout, ...]]]] = {}
         self.too_large: dict[object, int] = {}
         """The smallest micro-batch that does not fit in the largest shard group, by everything else."""
         self.excess: defaultdict[object, list[float]] = defaultdict(list)
@@ -168,35 +170,47 @@ class BestFirst:
                 if mode := slower_mode.get(candidate.activation_checkpoint):
                     slower = candidate._replace(activation_checkpoint=mode)
                     self.push(cache.least_unscheduled_seconds(slower), degrees, "unscheduled", slower)
-                for each in executions(cache, candidate):
-                    self.push(cache.least_seconds(each), degrees, "execution", each)
+                self.schedule(degrees, candidate)
             elif level == "execution":
                 self.shard(degrees, candidate, seconds)
             else:
-                self.estimate(degrees, candidate)
+                self.estimate(degrees, candidate, seconds)
         if not self.best.plans:
             for each in self.least_memory:
                 self.best.add(each, cache.estimate(each))
 
+    def schedule(self, degrees: ModelParallelDegrees, micro_batch: Candidate) -> None:
+        """Adds the schedules of a micro-batch that may fit with the most sharding."""
+        cache, replicated = self.cache, micro_batch.layout
+        for sharding, layouts in self.shardings(degrees)[-1:]:
+            for schedule, stages in cache.filled_schedules(degrees.pipeline, cache.micro_batches(micro_batch)):
+                execution = micro_batch._replace(schedule=schedule, stages_per_rank=stages)
+                most_sharded = cache.bounds(execution, sharding, layouts[-1])
+                if most_sharded.least_memory(schedule, stages, layouts[-1]) <= cache.memory_limit:
+                    unsharded = cache.bounds(execution, "none", replicated)
+                    self.push(unsharded.least_seconds(schedule, stages, replicated), degrees, "execution", execution)
+
     def shard(self, degrees: ModelParallelDegrees, execution: Candidate, seconds: float) -> None:
         """Estimates every sharding of an execution, or those whose bound is larger later."""
+        schedule, stages = execution.schedule, execution.stages_per_rank
         for sharding, layouts in reversed(self.shardings(degrees)):
-            largest = execution._replace(sharding=sharding, layout=layouts[-1])
-            if seconds > self.best.family_seconds(largest):
+            if seconds > self.best.family_seconds(execution._replace(sharding=sharding, layout=layouts[-1])):
                 continue
-            if not self.cache.may_fit(largest):
+            bounds = self.cache.bounds(execution, sharding, layouts[-1])
+            fitting = self.fitting_layouts(execution, bounds, layouts)
+            if not fitting:
                 break  # what is sharded less needs more
-            for candidate in self.shard_groups(largest, layouts):
-                bound = self.cache.least_seconds(candidate)
+            for layout in self.shard_groups(fitting):
+                bound = bounds.least_seconds(schedule, stages, layout)
+                candidate = execution._replace(sharding=sharding, layout=layout)
                 if bound > seconds:
                     self.push(bound, degrees, "sharded", candidate)
                 else:
                     self.estimate(degrees, candidate, bound)
 
-    def estimate(self, degrees: ModelParallelDegrees, candidate: Candidate, bound: float | None = None) -> None:
+    def estimate(self, degrees: ModelParallelDegrees, candidate: Candidate, bound: float) -> None:
         """Adds a candidate to the plans if it fits, and may be one of the best."""
         cache = self.cache
-        bound = cache.least_seconds(candidate) if bound is None else bound
         if degrees in self.nothing_fits or bound > self.best.seconds_to_beat(candidate):
             return
         key = candidate._replace(micro=1)
@@ -216,23 +230,31 @@ class BestFirst:
         if self.failures[degrees] == MAX_FAILURES and not self.best.plans:
             self.find_least_memory(degrees)
 
-    def shardings(self, degrees: ModelParallelDegrees) -> list[tuple[str, list[Layout]]]:
+    def shardings(self, degrees: ModelParallelDegrees) -> list[tuple[str, tuple[Layout, ...]]]:
         if degrees not in self.layouts:
             self.layouts[degrees] = list(sharded_layouts(self.cache.work, degrees, self.space))
         return self.layouts[degrees]
 
-    def shard_groups(self, largest: Candidate, layouts: list[Layout]) -> list[Candidate]:
-        """The candidate with the shard groups of all ranks, of one node, and the smallest that may fit, in this
-        order; none that cannot fit.
-        """
-        if len(layouts) == 1:
-            return [largest]
-        candidates = [largest._replace(layout=layout) for layout in layouts]
-        first = bisect_left(candidates, True, key=self.cache.may_fit)
-        candidates = candidates[first:]
+    def fitting_layouts(
+        self, execution: Candidate, bounds: CandidateBounds, layouts: tuple[Layout, ...]
+    ) -> tuple[Layout, ...]:
+        """The layouts that may fit, from the smallest shard group that may fit to the largest one."""
+
+        def may_fit(layout: Layout) -> bool:
+            memory = bounds.least_memory(execution.schedule, execution.stages_per_rank, layout)
+            return memory <= self.cache.memory_limit
+
+        if may_fit(layouts[0]):
+            return layouts
+        if len(layouts) == 1 or not may_fit(layouts[-1]):
+            return ()
+        return layouts[bisect_left(layouts[:-1], True, lo=1, key=may_fit) :]
+
+    def shard_groups(self, layouts: tuple[Layout, ...]) -> list[Layout]:
+        """The layouts whose shard groups are all ranks, one node, and the smallest, in this order."""
         per_node = self.cache.cluster.devices_per_node
-        within_node = [each for each in candidates if shard_group_ranks(each.layout) <= per_node]
-        return list(dict.fromkeys((*candidates[-1:], *within_node[-1:], *candidates[:1])))
+        within_node = [layout for layout in layouts if shard_group_ranks(layout) <= per_node]
+        return list(dict.fromkeys((layouts[-1], *within_node[-1:], layouts[0])))
 
     def find_least_memory(self, degrees: ModelParallelDegrees) -> None:
         """Finds out whether any candidate of these degrees fits. If one does, the search needs not go on for much
@@ -272,9 +294,9 @@ def search(
         best.add(candidate, cache.estimate(candidate))
     ranked = rank_estimates(best.plans.values())
     first = [Candidate.from_job(plan.job) for plan in ranked[:3]]
-    feasible = best.feasible | set(memory_saving_variants(cache, space, first))
+    feasible = best.feasible | dict.fromkeys(memory_saving_variants(cache, space, first))
     ranked, exact = rank_exactly(cache, ranked, top)
-    others = (cache.estimate(candidate) for candidate in feasible - set(exact))
+    others = (cache.estimate(candidate) for candidate in feasible if candidate not in exact)
     return SearchResult(
         ranked,
         pareto_front([*(plan for plan in exact.values() if plan), *others]),

@@ -147,14 +147,14 @@ def expert_degrees(work: Workload, data_and_context_ranks: int, axis_is_free: bo
 
 def sharded_layouts(
     work: Workload, degrees: ModelParallelDegrees, space: SearchSpace
-) -> Iterator[tuple[str, list[Layout]]]:
+) -> Iterator[tuple[str, tuple[Layout, ...]]]:
     """Yields (sharding, layouts), where the layouts go from the smallest shard group to the largest."""
     pinned, data = work.pinned, degrees.data
     replicated = Layout(degrees.pipeline, data, 1, degrees.context, degrees.tensor, degrees.expert)
     pinned_sharding = pinned.get("layout.shard")
     replicate, shard_degree = pinned.get("layout.replicate"), pinned.get("layout.shard_degree")
     if pinned_sharding in (None, "none") and shard_degree in (None, 1) and replicate in (None, data):
-        yield "none", [replicated]
+        yield "none", (replicated,)
     rules = trainer_rules(work.trainer_name)
     for sharding in rules.shardings if "shard" in space.axes or pinned_sharding else ():
         if pinned_sharding not in (None, sharding):
@@ -163,15 +163,15 @@ def sharded_layouts(
             continue
         if sharding == "parameters" and degrees.pipeline > 1 and not rules.shards_in_pipeline:
             continue
-        layouts = [
+        layouts = (
             replace(replicated, replicate=data // shards, shard=shards)
             for shards in divisors(data)[1:]
             if shard_degree in (None, shards)
             and (
                 replicate is None or replicate == (data if shard_degree is None and shards == data else data // shards)
             )
-        ]
-        if divisible := [layout for layout in layouts if layout.expert_axes_size % layout.expert == 0]:
+        )
+        if divisible := tuple(layout for layout in layouts if layout.expert_axes_size % layout.expert == 0):
             yield sharding, divisible
 
 

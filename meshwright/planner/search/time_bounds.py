@@ -34,10 +34,11 @@ from meshwright.planner.cost.units.data_sharding import data_sharding
 from meshwright.planner.cost.units.estimated_units import UnitSizes
 from meshwright.planner.cost.units.group_placements import group_placements
 from meshwright.planner.cost.units.stage_parameters import StageLayers, stage_parameters, stages_by_rank
-from meshwright.planner.search.candidate import Candidate, CandidateJob
+from meshwright.planner.search.candidate import CandidateJob
 from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.planner.workload.trainer_profile import TrainerProfile
-from meshwright.topology.schedules import SCHEDULES, find_schedule
+from meshwright.topology.layout import Layout
+from meshwright.topology.schedules import SCHEDULES
 
 
 class PassSeconds(NamedTuple):
@@ -79,20 +80,35 @@ class RankLayers(NamedTuple):
 
 
 class RankSeconds(NamedTuple):
-    """Pipeline ranks with equal stages, and the seconds of one micro-batch on each."""
+    """What pipeline ranks with equal stages take."""
 
-    ranks: int
+    computed: float
+    """seconds of a step, with the communication that nothing hides"""
     layers: int
-    sends: int
     forward: float
+    """seconds of one micro-batch"""
     backward: float
+
+
+class ExecutionSeconds(NamedTuple):
+    """What candidates take whose shard groups differ, without data parallelism."""
+
+    pipeline: int
+    stages: int
+    """stages per rank"""
+    single_stage: bool
+    """whether the schedule has one stage per rank"""
+    micro_batches: int
+    ranks: tuple[RankSeconds, ...]
+    bubble: float
+    """with the sends that nothing overlaps"""
+    fixed: float
 
 
 class TimeBounds:
     """Lower bounds of the step times of candidates. Equal parts of different candidates are computed once."""
 
     def __init__(self) -> None:
-        self._ranks: dict[Hashable, tuple[RankSeconds, ...]] = {}
         self._modules: dict[Hashable, ModuleSeconds] = {}
         self._sends: dict[Hashable, tuple[float, float]] = {}
         self._profiles: dict[int, int] = {}
@@ -100,68 +116,48 @@ class TimeBounds:
         self._layers: dict[Hashable, Counter[RankLayers]] = {}
         self._units: dict[Hashable, UnitSeconds] = {}
 
-    def seconds(self, each: CandidateJob) -> float:
-        """A lower bound of the step time."""
-        candidate, micro_batches = each.candidate, each.micro_batches
-        pipeline = candidate.layout.pipeline
-        unit, send = self.unit(each), self.send(each)
-        slowest = busiest = total = 0.0
-        for ranks, layers, sends, forward, backward in self.ranks(each):
-            computed = forward + backward + sends * send[0]
-            exposed = exposed_seconds(candidate, micro_batches, layers, forward, backward, unit)
-            slowest, total = max(slowest, computed), total + ranks * computed
-            busiest = max(busiest, micro_batches * computed + exposed)
-        if pipeline > 1:
-            bubble = (total - slowest) / find_schedule(candidate.schedule).bubble_divisor(candidate.stages_per_rank)
-            busiest += bubble + 2 * (pipeline - 1) * send[1]
-        return busiest + each.trainer.fixed_step_seconds
-
     def unscheduled_seconds(self, each: CandidateJob, bubble_divisor: int) -> float:
         """A lower bound of the step time on every schedule with at most this divisor of the bubble. The slowest rank of
         a pipeline takes at least the mean of all ranks, and longer if the others take less.
         """
         pipeline = each.candidate.layout.pipeline
         passes = each.micro_batches + (pipeline - 1) / bubble_divisor
-        return passes * self.modules(each).model / pipeline + each.trainer.fixed_step_seconds
-
-    def ranks(self, each: CandidateJob) -> tuple[RankSeconds, ...]:
-        """Pipeline ranks with equal stages, each as often as there are."""
-        candidate, layout = each.candidate, each.candidate.layout
-        key = (
-            *(layout.tensor, layout.context, layout.expert, candidate.context_method, candidate.micro),
-            *(candidate.activation_checkpoint, self.profile(each.trainer)),
-            *(layout.pipeline, candidate.schedule, candidate.stages_per_rank),
-            layout.expert > 1 and each.data_sharding.expert_stride,
+        return (
+            passes * self.modules(each, each.candidate.stages_per_rank).model / pipeline
+            + each.trainer.fixed_step_seconds
         )
-        if key not in self._ranks:
-            modules = self.modules(each)
-            self._ranks[key] = tuple(
-                RankSeconds(
-                    ranks,
-                    layers.dense + layers.moe,
-                    layers.sends,
-                    *(
-                        layers.dense * modules.dense[index]
-                        + layers.moe * modules.moe[index]
-                        + layers.is_first * modules.embedding[index]
-                        + layers.is_last * modules.head[index]
-                        for index in (0, 1)
-                    ),
-                )
-                for layers, ranks in self.layers(each).items()
-            )
-        return self._ranks[key]
 
-    def modules(self, each: CandidateJob) -> ModuleSeconds:
+    def execution(self, each: CandidateJob, schedule: str, stages: int) -> ExecutionSeconds:
+        """What candidates on a schedule take whose shard groups differ."""
+        modules, (exposed_send, hidden_send) = self.modules(each, stages), self.send(each)
+        pipeline, micro_batches = each.candidate.layout.pipeline, each.micro_batches
+        slowest = total = bubble = 0.0
+        rows = []
+        for layers, ranks in self.layers(each, schedule, stages).items():
+            forward, backward = [
+                layers.dense * dense + layers.moe * moe + layers.is_first * embedding + layers.is_last * head
+                for dense, moe, embedding, head in zip(*modules[:4], strict=True)
+            ]
+            computed = forward + backward + layers.sends * exposed_send
+            slowest, total = max(slowest, computed), total + ranks * computed
+            rows.append(RankSeconds(micro_batches * computed, layers.dense + layers.moe, forward, backward))
+        single_stage = SCHEDULES[schedule].single_stage
+        if pipeline > 1:
+            bubble = (total - slowest) / SCHEDULES[schedule].bubble_divisor(stages)
+            bubble += 2 * (pipeline - 1) * hidden_send
+        fixed = each.trainer.fixed_step_seconds
+        return ExecutionSeconds(pipeline, stages, single_stage, micro_batches, tuple(rows), bubble, fixed)
+
+    def modules(self, each: CandidateJob, stages: int) -> ModuleSeconds:
         candidate, layout = each.candidate, each.candidate.layout
         key = (
             *(layout.tensor, layout.context, layout.expert, candidate.context_method, candidate.micro),
             *(candidate.activation_checkpoint, self.profile(each.trainer)),
             # Experts communicate in other groups, and beside other micro-batches.
-            layout.expert > 1 and (each.data_sharding.expert_stride, candidate.stages_per_rank > 1),
+            layout.expert > 1 and (each.data_sharding.expert_stride, stages > 1),
         )
         if key not in self._modules:
-            self._modules[key] = module_seconds(each.job)
+            self._modules[key] = module_seconds(each.make(candidate._replace(stages_per_rank=stages)))
         return self._modules[key]
 
     def profile(self, trainer: TrainerProfile) -> int:
@@ -179,42 +175,47 @@ class TimeBounds:
         stage_ranks = layout.ranks // layout.pipeline
         key = layout.tensor, layout.context, candidate.micro, stage_ranks, self.profile(each.trainer)
         if key not in self._sends:
-            job = each.job
+            job = each.make(candidate)
             send = ActivationMessages(job, layer_shape(job)).send()
             self._sends[key] = max(0.0, send.seconds - send.hidden), min(send.seconds, send.hidden)
         return self._sends[key]
 
-    def layers(self, each: CandidateJob) -> Counter[RankLayers]:
+    def layers(self, each: CandidateJob, schedule: str, stages: int) -> Counter[RankLayers]:
         """How many pipeline ranks have which layers."""
-        candidate = each.candidate
-        key = candidate.layout.pipeline, candidate.schedule, candidate.stages_per_rank
+        key = each.candidate.layout.pipeline, schedule, stages
         if key not in self._layers:
-            self._layers[key] = Counter(rank_layers(each.job))
+            self._layers[key] = Counter(rank_layers(each.make(each.member(schedule, stages))))
         return self._layers[key]
 
-    def unit(self, each: CandidateJob) -> UnitSeconds:
-        key = each.candidate.layout, each.candidate.sharding, each.micro_batches > 1, id(each.trainer)
+    def unit(self, each: CandidateJob, layout: Layout) -> UnitSeconds:
+        """Data parallelism with a layout of the candidate's sharding."""
+        key = layout, each.candidate.sharding, each.micro_batches > 1, id(each.trainer)
         if key not in self._units:
-            self._units[key] = unit_seconds(each.job)
+            self._units[key] = unit_seconds(each.make(each.candidate._replace(layout=layout)))
         return self._units[key]
 
 
-def exposed_seconds(
-    candidate: Candidate, micro_batches: int, layers: int, forward: float, backward: float, unit: UnitSeconds
-) -> float:
-    """What data parallelism exposes at least in a step of a rank with so many layers; see the table above."""
+def least_seconds(execution: ExecutionSeconds, unit: UnitSeconds) -> float:
+    """A lower bound of the step time of an execution."""
+    busiest = max([rank.computed + exposed_seconds(execution, rank, unit) for rank in execution.ranks])
+    return busiest + execution.bubble + execution.fixed
+
+
+def exposed_seconds(execution: ExecutionSeconds, rank: RankSeconds, unit: UnitSeconds) -> float:
+    """What data parallelism exposes at least in a step of a rank; see the table above."""
+    pipeline, stages, single_stage, micro_batches, *_ = execution
+    _, layers, forward, backward = rank
     gather, reduce, plan = layers * unit.gather, layers * unit.reduce, unit.plan
     if plan.unshards and plan.pipelined:
         exposed = reduce
-        stages, single = candidate.stages_per_rank, SCHEDULES[candidate.schedule].single_stage
         if unit.resharding == "reshards":
             first = min(layers, max(0, stages - 1)) * unit.gather
             exposed += micro_batches * (first + max(0.0, gather - first - max(forward, backward)))
         if stages > LOOKAHEAD_STAGES:
-            rounds = max(1, micro_batches // candidate.layout.pipeline)
+            rounds = max(1, micro_batches // pipeline)
             whole = 2 * (stages - LOOKAHEAD_STAGES) * rounds + LOOKAHEAD_STAGES
             exposed = max(exposed, reduce + whole * gather / stages)
-        elif unit.resharding == "stays" and not single:
+        elif unit.resharding == "stays" and not single_stage:
             exposed += gather
         return exposed
     if not plan.overlaps:

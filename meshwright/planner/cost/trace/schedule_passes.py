@@ -86,7 +86,7 @@ def schedule_passes(
     for index, action in enumerate(actions):
         stage, whole = action.stage, False
         if several and resharding not in ("local", "once"):
-            for released in sorted(active - upcoming[index]):
+            for released in () if active <= upcoming[index] else sorted(active - upcoming[index]):
                 active.remove(released)
                 if state[released] != "sharded":
                     passes.append(PassKind(stages.index(released), "R", state[released]))
@@ -115,12 +115,16 @@ def schedule_passes(
 def next_stages(actions: list[Action]) -> list[frozenset[int]]:
     """For every action, the stages of it and of those that follow, up to torch's lookahead."""
     order: list[int] = []  # by their next use
+    following: frozenset[int] = frozenset()
     upcoming = []
     for action in reversed(actions):
-        if action.stage in order:
-            order.remove(action.stage)
-        order.insert(0, action.stage)
-        upcoming.append(frozenset(order[:LOOKAHEAD_STAGES]))
+        stage = action.stage
+        if stage in order:
+            order.remove(stage)
+        order.insert(0, stage)
+        if stage not in following:
+            following = frozenset(order[:LOOKAHEAD_STAGES])
+        upcoming.append(following)
     return upcoming[::-1]
 
 
