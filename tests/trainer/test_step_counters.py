@@ -77,9 +77,7 @@ def compare_compiled_with_eager(
         _, uncounted, uncounted_calls = train_three_steps(world, config, False)
         assert eager is not None
         assert compiled is not None
-        equal = [
-            all(torch.equal(a, b) for a, b in zip(after, others, strict=True)) for others in (uncounted, expected)
-        ]
+        equal = [all(torch.equal(a, b) for a, b in zip(after, others, strict=True)) for others in (uncounted, expected)]
         summaries = [(c.rows(), {name: c.memory.peak[name] for name in STATE}) for c in (eager, compiled)]
         results.append((*summaries, calls, uncounted_calls, equal))
     return results
