@@ -6,8 +6,11 @@ PIP := $(BIN)/python -m pip install --quiet --disable-pip-version-check --constr
 export OMP_NUM_THREADS := 1
 # Some virtual machines report AMX without enabling it: bf16 products then end with an illegal instruction.
 export ONEDNN_MAX_CPU_ISA := AVX512_CORE_BF16
-# Two test processes, whole files each: many tests wait for a timeout or for ranks to start. PYTEST_ARGS adds options.
-PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --package-durations $(PYTEST_ARGS)
+# Tests start hundreds of processes: without bytecode, each of them compiles the package again.
+unexport PYTHONDONTWRITEBYTECODE
+# Two test processes, whole files each, in the order of tests/conftest.py: many tests wait for a timeout or for ranks to
+# start. PYTEST_ARGS adds options.
+PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --package-durations $(PYTEST_ARGS)
 
 .PHONY: venv train prove check docs test test-all test-engines test-wheel fuzz bench clean
 

@@ -129,10 +129,11 @@ def test_loss_without_a_model_raises_config_error(tmp_path):
 
 
 TWICE = """
-import sys
 from meshwright import train
+from meshwright.config import load_config
 for name in ("one", "two"):
-    config = load_cpu_config(steps=2, ranks=2, overrides=["--model.layers=1", "--data.kind=synthetic"])
+    overrides = ["--model.layers=1", "--data.kind=synthetic", "--launch.device=cpu"]
+    config = load_config(steps=2, ranks=2, overrides=overrides)
     train(config, run=name, quiet=True)
 """
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import faulthandler
+import gc
 import multiprocessing as mp
 import os
 import pickle
@@ -312,6 +313,9 @@ def _rank_main(
     mark: str,
 ) -> None:
     """The main function of a rank's process."""
+    # A forked rank must not finalize objects of its parent: to destroy a process group, torch waits for its threads,
+    # which do not exist here.
+    gc.freeze()
     exit_with_parent(parent)
     lead_session(mark)
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -32,6 +32,13 @@ def files(document: str) -> dict[str, str]:
     return dict(blocks)
 
 
+def recipe(target: str) -> list[str]:
+    """Returns the first command of a target of the Makefile, as it is found in the virtual environment."""
+    found = re.search(rf"^{target}:.*\n\t@?(.*)$", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert found, target
+    return shlex.split(found[1].replace("$(BIN)/", ""))
+
+
 def run(command: str, folder: Path) -> None:
     """Runs one command in `folder` and asserts its exit code: 0, or the one that its comment says."""
     makefile = (ROOT / "Makefile").read_text()
@@ -45,9 +52,7 @@ def run(command: str, folder: Path) -> None:
         name, _, value = args.pop(0).partition("=")
         environment[name] = value
     if args[0] == "make":  # run the recipe itself: a test must not create a virtual environment
-        recipe = re.search(rf"^{args[1]}:.*\n\t@?(.*)$", makefile, re.MULTILINE)
-        assert recipe, command
-        args = shlex.split(recipe[1].replace("$(BIN)/", ""))
+        args = recipe(args[1])
     scripts = Path(sys.executable).parent
     args[0] = str(scripts / args[0]) if (scripts / args[0]).exists() else args[0]
     done = subprocess.run(args, cwd=folder, env=environment, capture_output=True, text=True, timeout=200)

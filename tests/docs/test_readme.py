@@ -3,7 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from document_commands import commands, prepare, run
+from document_commands import commands, prepare, recipe, run
+
+FULL_SIZE = {"make train", "meshwright prove"}
+"""Commands that take about a minute with the default model and all of its steps. `make test` runs what they do in a
+smaller size: `meshwright train --steps 50` is the same run, and tests/prover/test_prove.py proves a smaller config.
+"""
 
 
 @pytest.fixture(scope="module")
@@ -16,6 +21,17 @@ def test_readme_has_the_commands_that_ci_relies_on():
     assert {"make train", "make test", "make check"} <= set(commands("README.md"))
 
 
-@pytest.mark.parametrize("command", commands("README.md"))
+def test_make_train_is_the_command_that_others_give_fewer_steps():
+    assert recipe("train") == ["meshwright", "train"]
+    assert "meshwright train --steps 50 --run runs/first" in commands("README.md")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(command, marks=pytest.mark.long if command in FULL_SIZE else ())
+        for command in commands("README.md")
+    ],
+)
 def test_readme_command_works_as_typed(command, folder):
     run(command, folder)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import cache
+
 import pytest
 import torch
 from small_run import load_cpu_config
@@ -58,6 +60,9 @@ LAYOUTS = {
     "expert x tensor": [*EXPERTS, "--layout.replicate=2", "--layout.tensor=2", "--layout.expert=2"],
 }
 
+LONG = {"DDP", "ZeRO-2 x tensor", "ZeRO-1 x context", "pipeline x tensor", "expert x ZeRO-3"}
+"""Layouts of `make test-all` alone; the others use every axis, FSDP2 and hybrid sharding."""
+
 
 def lora_config(options):
     return load_cpu_config(overrides=[*SMALL, *options])
@@ -86,20 +91,23 @@ def gradients(world, configs):
     return results
 
 
-@pytest.fixture(scope="module")
-def found():
-    """Layout -> (gradients by name, those of one process)."""
-    by_rank = run_ranks(gradients, 4, [lora_config(options) for options in LAYOUTS.values()])
-    [alone] = run_ranks(gradients, 1, [one_process(options) for options in LAYOUTS.values()])
+@cache
+def found(long: bool):
+    """Layout -> (gradients by name, those of one process), of all quick or all long layouts from one launch."""
+    chosen = {layout: options for layout, options in LAYOUTS.items() if (layout in LONG) == long}
+    by_rank = run_ranks(gradients, 4, [lora_config(options) for options in chosen.values()])
+    [alone] = run_ranks(gradients, 1, [one_process(options) for options in chosen.values()])
     return {
         layout: ({name: gradient for rank in by_rank for name, gradient in rank[index].items()}, alone[index])
-        for index, layout in enumerate(LAYOUTS)
+        for index, layout in enumerate(chosen)
     }
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradients_of_factors_are_those_of_one_process(layout, found):
-    distributed, expected = found[layout]
+@pytest.mark.parametrize(
+    "layout", [pytest.param(layout, marks=pytest.mark.long) if layout in LONG else layout for layout in LAYOUTS]
+)
+def test_gradients_of_factors_are_those_of_one_process(layout):
+    distributed, expected = found(layout in LONG)[layout]
     assert distributed.keys() == expected.keys()
     assert all(name.endswith(("lora_a", "lora_b")) for name in expected)
     for name, gradient in expected.items():

@@ -69,7 +69,7 @@ def fault(part: str, claim: str, expected: str, *options: str) -> Callable:
     return register
 
 
-@fault(KILLS, CONTENT, "their content is that of step")
+@fault(KILLS, CONTENT, "tensors differ")  # from those of every step, if the writer reads them during an update
 def staging_by_reference(patch):
     """An asynchronous save writes the live tensors."""
     wrap(patch, HostStager, "copy", lambda _right, self, state: {name: local_shard(state[name]) for name in self.host})

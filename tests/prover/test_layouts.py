@@ -144,8 +144,11 @@ def test_layout_equals_the_reference(name):
     assert passed, measured
 
 
+@pytest.mark.long
 def test_compiled_layout_equals_the_reference(monkeypatch):
-    """Compiles with aot_eager, which uses the same graphs without generating kernels: those take a minute."""
+    """Compiles with aot_eager, which uses the same graphs without generating kernels: those take a minute. `make test`
+    compares compiled blocks of sharded layouts with eager ones in tests/trainer/test_step_counters.py.
+    """
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     [(passed, measured)] = check_cases([Case((*MODEL, *SHARD_PARAMETERS, "--compile.enabled=true"), AS_CONFIGURED)])
     assert passed, measured

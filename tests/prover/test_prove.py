@@ -15,6 +15,7 @@ from meshwright.cli import main
 from meshwright.data.stream import Stream
 from meshwright.errors import ConfigError
 from meshwright.prover import prove as prove_module
+from meshwright.prover import recovery
 from meshwright.prover.claims import Claim
 from meshwright.prover.prove import CheckResult, build_certificate
 from meshwright.prover.recovery import check_recovery
@@ -32,23 +33,37 @@ def only(name, check):
     return {name: lambda config, _full: check(config)}
 
 
-@pytest.mark.long
-def test_prove_prints_a_table_and_writes_a_certificate(tmp_path, capfd):
-    main(["prove", "--out", str(tmp_path / "c.json"), *TINY, "--layout.replicate=16", "--batch.global=64"])
+def prove(path, capfd, *options):
+    """Proves a config from the command line, and returns what was printed and the certificate, which are complete."""
+    main(["prove", "--out", str(path), *TINY, *options])
     printed, errors = capfd.readouterr()
-    certificate = json.loads((tmp_path / "c.json").read_text())
+    certificate = json.loads(path.read_text())
     assert certificate["passed"]
     checks = certificate["checks"]
     assert {result["check"] for result in checks} == {*prove_module.CHECKS, "communication"}
     assert set(checks[0]) == {"check", "claim", "passed", "measured", "seconds", "changes", "not_proven"}
-    assert f"{len(checks)} of {len(checks)} claims hold; certificate in {tmp_path / 'c.json'}" in printed
+    assert f"{len(checks)} of {len(checks)} claims hold; certificate in {path}" in printed
     assert re.search(r" *check +claim +result +measured +seconds", printed)
-    training = next(result for result in checks if result["check"] == "training")
+    assert "FutureWarning" not in errors
+    return printed, certificate
+
+
+def test_prove_prints_a_table_and_writes_a_certificate(tmp_path, capfd, monkeypatch):
+    monkeypatch.setattr(recovery, "KILL_POINTS", ("step.update", "save.after_shard", "start.restored"))
+    _, certificate = prove(tmp_path / "c.json", capfd)
+    killed = [result["claim"] for result in certificate["checks"] if "killed with SIGKILL" in result["claim"]]
+    assert killed
+    assert "3 fail points" in killed[0]
+
+
+@pytest.mark.long
+def test_prove_of_many_ranks_says_what_is_not_proven(tmp_path, capfd):
+    printed, certificate = prove(tmp_path / "c.json", capfd, "--layout.replicate=16", "--batch.global=64")
+    training = next(result for result in certificate["checks"] if result["check"] == "training")
     assert "layout.replicate 16 to 4" in training["changes"]
     assert "layout.replicate 16 to 4" in printed
     assert any("replicate parallelism of degree 16" in line for line in certificate["not_proven"])
     assert "not proven: replicate parallelism of degree 16" in printed
-    assert "FutureWarning" not in errors
 
 
 def test_failed_claim_exits_1(tmp_path, monkeypatch):

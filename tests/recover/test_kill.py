@@ -15,16 +15,17 @@ from meshwright import train
 from meshwright.errors import MeshwrightError, RestartsExhausted
 
 STEP_POINTS = [
-    "step.fetch:rank1:kill@step7",
-    "step.copy:rank0:kill@step7",
-    "step.forward:rank1:kill@step7",
-    "step.backward:rank0:kill@step7",
-    "step.sync:rank1:kill@step7",
-    "step.update:rank0:kill@step7",
-    "step.updated:rank1:kill@step7",
     "evaluate:rank1:kill@step4",
+    "step.fetch:rank1:kill@step5",
+    "step.copy:rank0:kill@step6",
+    "step.forward:rank1:kill@step7",
+    "step.backward:rank0:kill@step8",
+    "step.sync:rank1:kill@step9",
+    "step.update:rank0:kill@step10",
+    "step.updated:rank1:kill@step11",
     "end:rank0:kill",
 ]
+"""Each at a step of its own: a rank that fails at one step again and again is not restarted."""
 SAVE_POINTS = [
     "save.stage:rank1:kill@step6",
     "save.begin:rank0:kill@step6",
@@ -34,11 +35,25 @@ SAVE_POINTS = [
     "save.before_manifest:rank0:kill@step6",
     "save.before_publish:rank0:kill@step6",
     "save.after_publish:rank0:kill@step6",
-    "retain.unpublished:rank0:kill@step3",
 ]
+RETAIN_POINT = "retain.unpublished:rank0:kill@step3"
 
 
-@pytest.mark.parametrize("fault", STEP_POINTS + SAVE_POINTS)
+@pytest.mark.parametrize("faults", [STEP_POINTS, SAVE_POINTS], ids=["in a step", "in a save"])
+def test_run_killed_at_one_fail_point_after_the_other_ends_as_an_undisturbed_one(runs, faults):
+    """Every attempt is killed at its own point, until none is left."""
+    runs.run(",".join(f"{fault}#{restart}" for restart, fault in enumerate(faults)), "--launch.restarts=20")
+    *killed, last = runs.incidents
+    assert [(incident.outcome, incident.error_type) for incident in killed] == [("failed", "Killed")] * len(faults)
+    assert [f"rank{incident.rank}" for incident in killed] == [fault.split(":")[1] for fault in faults]
+    assert last.outcome == "complete"
+    runs.assert_equals_undisturbed_run()
+
+
+ALONE = [RETAIN_POINT, *(pytest.param(fault, marks=pytest.mark.long) for fault in STEP_POINTS + SAVE_POINTS)]
+
+
+@pytest.mark.parametrize("fault", ALONE)
 def test_rank_killed_at_any_fail_point_does_not_change_the_result(runs, fault):
     overrides = ("--checkpoint.keep=1",) if "retain" in fault else ()
     runs.run(fault, *overrides)

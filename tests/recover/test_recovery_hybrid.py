@@ -46,9 +46,10 @@ def assert_equals_undisturbed(runs, expected_folder):
 
 
 KILLS = [
-    (
+    pytest.param(
         "pipeline",
         "step.forward:rank1:kill@step5#0,step.backward:rank0:kill@step7#1,save.write:rank1:kill@step9#2",
+        marks=pytest.mark.long,
     ),
     ("zbv", "step.sync:rank0:kill@step7#0,evaluate:rank1:kill@step9#1"),
     ("experts", "step.backward:rank1:kill@step7#0,save.after_shard:rank0:kill@step9#1"),
@@ -73,9 +74,9 @@ def test_killed_run_ends_bitwise_equal_to_undisturbed_run(layout, faults, undist
 
 HANGS = [
     ("pipeline", "step.backward:rank1:hang@step7", "backward"),  # the first stage waits for a gradient
-    ("pipeline", "step.sync:rank0:hang@step7", "sync"),  # between two passes
-    ("ring", "step.forward:rank1:hang@step7", "forward"),
     ("experts", "step.backward:rank0:hang@step7", "backward"),
+    pytest.param("pipeline", "step.sync:rank0:hang@step7", "sync", marks=pytest.mark.long),  # between two passes
+    pytest.param("ring", "step.forward:rank1:hang@step7", "forward", marks=pytest.mark.long),
     pytest.param("zbv", "step.forward:rank0:stop@step7", "forward", marks=pytest.mark.long),
     pytest.param("zbv", "step.sync:rank1:spin@step7", "sync", marks=pytest.mark.long),
     pytest.param("pipeline", "step.forward:rank0:hang@step1", "forward", marks=pytest.mark.long),  # on a counted step

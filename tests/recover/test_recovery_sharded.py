@@ -16,26 +16,35 @@ LAYOUTS = {
 
 
 @pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory) -> dict[str, Runs]:
-    created = {}
-    for name, options in LAYOUTS.items():
-        with pytest.MonkeyPatch.context() as patch:
-            created[name] = Runs(tmp_path_factory.mktemp("undisturbed"), patch, lambda _: None)
-            created[name].run("", *options)
-    return created
+def undisturbed(tmp_path_factory):
+    """Returns the folder of an undisturbed run on a layout, created once."""
+    created: dict[str, Runs] = {}
+
+    def get(name: str):
+        if name not in created:
+            with pytest.MonkeyPatch.context() as patch:
+                created[name] = Runs(tmp_path_factory.mktemp("undisturbed"), patch, lambda _: None)
+                created[name].run("", *LAYOUTS[name])
+        return created[name].folder
+
+    return get
 
 
 @pytest.mark.parametrize(
     ("layout", "faults"),
     [
         ("sharded", "step.backward:rank1:kill@step5#0,save.write:rank0:kill@step9#1"),
-        ("sharded optimizer", "evaluate:rank0:kill@step4#0,step.update:rank1:kill@step8#1"),
+        pytest.param(
+            "sharded optimizer",
+            "evaluate:rank0:kill@step4#0,step.update:rank1:kill@step8#1",
+            marks=pytest.mark.long,
+        ),
         ("tensor", "step.forward:rank1:kill@step7#0"),
     ],
 )
 def test_killed_run_ends_bitwise_equal_to_undisturbed_run(layout, faults, undisturbed, runs):
     runs.run(faults, *LAYOUTS[layout])
-    expected_folder = undisturbed[layout].folder
+    expected_folder = undisturbed(layout)
     assert len([i for i in runs.incidents if i.error_type == "Killed"]) == faults.count("kill")
     assert final_digest(runs.folder) == final_digest(expected_folder)
     assert losses(runs.folder) == losses(expected_folder)
@@ -45,7 +54,7 @@ def test_killed_run_ends_bitwise_equal_to_undisturbed_run(layout, faults, undist
 @pytest.mark.parametrize(
     ("layout", "fault", "phase"),
     [
-        ("sharded", "step.backward:rank1:hang@step7", "backward"),
+        pytest.param("sharded", "step.backward:rank1:hang@step7", "backward", marks=pytest.mark.long),
         pytest.param("tensor", "step.forward:rank1:stop@step7", "forward", marks=pytest.mark.long),
         ("tensor", "step.forward:rank1:hang@step1", "forward"),  # while the step is counted
     ],
@@ -75,7 +84,7 @@ def test_sigterm_stops_all_ranks_at_one_step_after_a_checkpoint(layout, runs, un
         runs.run("step.forward:rank1:term@step6", *LAYOUTS[layout])
     assert runs.published()[0].step == 7
     runs.run("", *LAYOUTS[layout])
-    assert final_digest(runs.folder) == final_digest(undisturbed[layout].folder)
+    assert final_digest(runs.folder) == final_digest(undisturbed(layout))
 
 
 def test_flipped_bit_in_a_replicated_shard_is_found(runs):

@@ -30,9 +30,9 @@ def stopped_at(runs, step: int, *overrides: str, ranks: int = 2) -> None:
         runs.run(f"step.fetch:rank0:term@step{step}", *overrides, ranks=ranks)
 
 
-@pytest.mark.parametrize("step", [0, 1, 5, STEPS - 1])
+@pytest.mark.parametrize("step", [0, STEPS - 1, *(pytest.param(step, marks=pytest.mark.long) for step in (1, 5))])
 def test_run_resumes_at_any_step_also_twice_in_a_row(runs, step):
-    # at step 0, in the middle, at the last step
+    # at step 0, at the last step, in the middle
     stopped_at(runs, step)
     stopped_at(runs, step)
     runs.run()
@@ -70,7 +70,7 @@ def unsharded(world, job):
     return training.done, digest_of_lines(lines)
 
 
-@pytest.mark.parametrize("ranks", [1, 2, 3, pytest.param(8, marks=pytest.mark.long)])
+@pytest.mark.parametrize("ranks", [3, *(pytest.param(ranks, marks=pytest.mark.long) for ranks in (1, 2, 8))])
 def test_checkpoint_of_four_ranks_loads_bitwise_on_any_rank_count_and_keeps_the_sample_order(runs, ranks):
     # 24 samples per step divide over 1, 2, 3, 4 and 8 ranks
     batch = ("--batch.global=24", "--precision.compute=fp64")

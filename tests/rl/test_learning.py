@@ -54,7 +54,7 @@ def test_reward_rises_with_every_objective(tmp_path, overrides, steps):
     assert rise(train(tmp_path / "run", *overrides, steps=steps)) > MARGIN
 
 
-@pytest.mark.parametrize("kl", [0.0, 0.01])
+@pytest.mark.parametrize("kl", [pytest.param(0.0, marks=pytest.mark.long), 0.01])
 def test_rewards_of_a_killed_run_are_those_of_an_undisturbed_one(tmp_path, monkeypatch, kl):
     settings = [f"--rl.kl={kl}", "--checkpoint.seconds=0", "--checkpoint.every=3", "--launch.restarts=20"]
     undisturbed = train(tmp_path / "undisturbed", *settings, steps=10)

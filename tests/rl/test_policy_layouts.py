@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 
 import pytest
 import torch
@@ -92,6 +93,8 @@ FOUR_RANKS = {
     "expert x pipeline": ("experts", ["--layout.pipeline=2", "--layout.replicate=2", "--layout.expert=2"]),
 }
 LAYOUTS = TWO_RANKS | FOUR_RANKS
+LONG = {"HSDP", "ZeRO-2 x tensor", "pipeline x context", "expert x ZeRO-3"}
+"""Layouts of `make test-all` alone; the others use every axis and every objective."""
 
 
 class Wrapped(nn.Module):
@@ -158,22 +161,25 @@ def alone():
     return dict(zip(MODELS, results, strict=True))
 
 
-@pytest.fixture(scope="module")
-def distributed():
-    found = {}
-    for ranks, layouts in ((2, TWO_RANKS), (4, FOUR_RANKS)):
-        cases = [(model, policy_config(model, options)) for model, options in layouts.values()]
-        by_rank = run_ranks(run_steps, ranks, cases, timeout=200.0)
-        for index, layout in enumerate(layouts):
-            loss, values, _ = by_rank[0][index]
-            assert all(rank[index][:2] == (loss, values) for rank in by_rank), layout
-            found[layout] = loss, values, {k: v for rank in by_rank for k, v in rank[index][2].items()}
+@cache
+def distributed(ranks, long):
+    """Layout -> (loss, what was measured, gradients by name), of all quick or all long layouts from one launch."""
+    layouts = TWO_RANKS if ranks == 2 else FOUR_RANKS
+    layouts = {layout: case for layout, case in layouts.items() if (layout in LONG) == long}
+    cases = [(model, policy_config(model, options)) for model, options in layouts.values()]
+    by_rank, found = run_ranks(run_steps, ranks, cases, timeout=200.0), {}
+    for index, layout in enumerate(layouts):
+        loss, values, _ = by_rank[0][index]
+        assert all(rank[index][:2] == (loss, values) for rank in by_rank), layout
+        found[layout] = loss, values, {k: v for rank in by_rank for k, v in rank[index][2].items()}
     return found
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_loss_metrics_and_gradients_are_those_of_one_process(layout, alone, distributed):
-    loss, values, gradients = distributed[layout]
+@pytest.mark.parametrize(
+    "layout", [pytest.param(layout, marks=pytest.mark.long) if layout in LONG else layout for layout in LAYOUTS]
+)
+def test_loss_metrics_and_gradients_are_those_of_one_process(layout, alone):
+    loss, values, gradients = distributed(2 if layout in TWO_RANKS else 4, layout in LONG)[layout]
     expected_loss, expected_values, expected = alone[LAYOUTS[layout][0]]
     assert loss == pytest.approx(expected_loss, rel=1e-10)
     assert values == pytest.approx(expected_values, rel=1e-10)

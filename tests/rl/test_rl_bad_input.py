@@ -141,8 +141,8 @@ def test_a_full_disk_is_named_and_nothing_is_lost(rl_runs: RLRuns) -> None:
 
 
 def test_a_disk_that_stays_full_stops_the_run(rl_runs: RLRuns) -> None:
-    with pytest.raises(DataError, match=r"could not be written for 4 s.*No space left on device"):
-        rl_runs.run("rollout.append:enospc@step5+", "--launch.hang_timeout=4", staleness=1)
+    with pytest.raises(DataError, match=r"could not be written for 2 s.*No space left on device"):
+        rl_runs.run("rollout.append:enospc@step5+", "--launch.hang_timeout=2", staleness=1)
     rl_runs.run(staleness=1)
     rl_runs.assert_equals_undisturbed_run(1)
 
@@ -215,7 +215,8 @@ def test_a_policy_that_is_needed_and_gone_stops_the_run_with_its_name(rl_runs: R
     for _, position in cursor.in_flight:
         flip_byte(rl_runs.folder, position)
     shutil.rmtree(rl_runs.folder / "policies")
+    rl_runs.monkeypatch.setattr("meshwright.rl.service.server.MAX_UNAVAILABLE", 3)  # a second passes between two
     with pytest.raises(
-        MeshwrightError, match=r"could not load a policy 10 times in a row: .*policy 1\.3 is not published"
+        MeshwrightError, match=r"could not load a policy 3 times in a row: .*policy 1\.3 is not published"
     ):
         rl_runs.run("", "--launch.restarts=0", staleness=1)

@@ -112,8 +112,8 @@ def test_a_service_that_is_killed_or_stopped_from_outside_is_replaced(rl_runs: R
 
 def test_slow_generation_is_no_hang(rl_runs: RLRuns) -> None:
     """A group takes longer than a rank may take without progress, and longer than a collective may take."""
-    timeouts = ("--launch.hang_timeout=5", "--launch.collective_timeout=6", "--rl.generator_timeout=60")
-    rl_runs.run("generator.assigned:slow=9@step5", *timeouts, staleness=1, ranks=2)
+    timeouts = ("--launch.hang_timeout=3", "--launch.collective_timeout=4", "--rl.generator_timeout=60")
+    rl_runs.run("generator.assigned:slow=6@step5", *timeouts, staleness=1, ranks=2)
     assert rl_runs.attempts == 1
     assert_rollout_rules(rl_runs.folder, 1)
 

@@ -39,9 +39,12 @@ def with_network(cluster: Cluster, gigabits: float) -> Cluster:
 
 
 def state_bytes(plan: Estimate) -> float:
-    """Parameters, gradients and optimizer state of the rank that needs most memory."""
-    memory = plan.peak_memory
-    return memory.parameters + memory.gradients + memory.optimizer
+    """Parameters, their gradients and optimizer state that the rank that needs most memory keeps. The gradients at the
+    peak are not those: they include gradients of an unsharded unit before they are reduced.
+    """
+    memory, trainer = plan.peak_memory, plan.job.trainer
+    gradients = memory.parameters * trainer.gradient_bytes / trainer.parameter_bytes
+    return memory.parameters + gradients + memory.optimizer
 
 
 def exposed_share(plan: Estimate) -> float:

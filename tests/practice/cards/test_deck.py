@@ -16,7 +16,21 @@ from meshwright.practice.cards.verify import find_problems, verify_cards
 CARDS = all_cards()
 REVIEW_DAY_SECONDS = 600.0
 """What a day of twenty cards may take, of which the experiments are the machine's part."""
-COVERING_SECONDS = 60.0
+SLOW_EXPERIMENTS = {
+    "batches:batch_sweep",
+    "communication.axis_traffic:batch_dependence",
+    "communication.links:tensor_placement",
+    "numerics:checkpointed_run",
+    "recovery:drop_one",
+    "recovery:identity",
+    "recovery:killed_save",
+    "recovery:signals",
+    "schedules:pipeline_run",
+    "state.fsdp_units:lifecycle",
+    "state.shard_levels:levels",
+    "verdicts:failures",
+}
+"""Experiments of seconds, which the long test runs; every module has others."""
 
 
 @pytest.fixture(scope="module")
@@ -84,21 +98,20 @@ def test_a_wrong_card_does_not_pass(runner):
     assert not relation_survives_mutation(loose, {"doubled": 16.0})
 
 
-def covering_subset():
-    """One card per experiment function."""
-    by_function = {}
-    for card in CARDS.values():
-        by_function.setdefault(card.experiment.run, card)
-    return list(by_function.values())
+BY_EXPERIMENT = {card.experiment.run: card for card in reversed(CARDS.values())}
+"""One card per experiment."""
 
 
-def test_a_covering_subset_of_cards_is_true_here(deck_runner):
-    used = 0.0
-    for verified in verify_cards(covering_subset(), deck_runner):
-        check(verified)
-        used += verified.run.seconds
-        if used > COVERING_SECONDS:  # the long test runs the rest
-            break
+def test_every_module_has_experiments_that_are_not_slow():
+    modules = {name.partition(":")[0] for name in BY_EXPERIMENT}
+    assert BY_EXPERIMENT.keys() > SLOW_EXPERIMENTS
+    assert {name.partition(":")[0] for name in BY_EXPERIMENT.keys() - SLOW_EXPERIMENTS} == modules
+
+
+@pytest.mark.parametrize("experiment", sorted(BY_EXPERIMENT.keys() - SLOW_EXPERIMENTS))
+def test_a_card_of_every_quick_experiment_is_true_here(experiment, deck_runner):
+    [verified] = verify_cards([BY_EXPERIMENT[experiment]], deck_runner)
+    check(verified)
 
 
 @pytest.mark.long

@@ -43,18 +43,45 @@ def test_good_notebook_passes_every_check_also_the_demanding_ones():
     assert figures["checks_passed"] == figures["checks"] == 30
 
 
-@pytest.mark.parametrize("flaw", FLAWS)
+SEVERAL = (
+    ("no_set_epoch", "resume_replays", "no_config_identity", "phases_not_timed"),
+    ("padding_duplicates", "weights_only", "non_atomic_save", "gradients_averaged_twice", "rank_0_logs"),
+    ("no_sampler", "resume_skips"),
+)
+"""Every flaw once; those of a row can be in one notebook."""
+
+
+def test_every_flaw_is_in_one_notebook_with_others():
+    assert sorted(flaw for row in SEVERAL for flaw in row) == sorted(FLAWS)
+
+
+@pytest.mark.parametrize("flaws", SEVERAL, ids=len)
+def test_several_flaws_of_a_notebook_are_named_and_nothing_else(flaws, tmp_path):
+    path = tmp_path / "answer.py"
+    path.write_text(script("good", *(FLAWS[flaw][:2] for flaw in flaws)))
+    assert_flaws_are_named(check_file(path, default_options(), True, GATES, 60), flaws)
+
+
+@pytest.mark.parametrize(
+    "flaw", [flaw if flaw == "weights_only" else pytest.param(flaw, marks=pytest.mark.long) for flaw in FLAWS]
+)
 def test_flaw_is_named_and_nothing_else(flaw):
-    expected = FLAWS[flaw][2]
     report = check_file(NOTEBOOKS / f"{flaw}.ipynb", default_options(), True, GATES, 60)
-    assert failed(report) == [expected]
-    assert [name for name, _ in report.follow_ups] == [expected]
-    check = next(check for check in report.checks if check.name == expected)
-    assert check.message
-    assert check.found
-    assert FOLLOW_UPS[expected].question in report_text(report)
+    assert_flaws_are_named(report, [flaw])
     if flaw == "weights_only":
-        assert "Weights alone" in check.message
+        assert "Weights alone" in next(check.message for check in report.checks if not check.passed)
+
+
+def assert_flaws_are_named(report, flaws):
+    """The checks of the flaws fail, and no others; each says what it found, and asks its question."""
+    expected = {FLAWS[flaw][2] for flaw in flaws}
+    assert set(failed(report)) == expected
+    assert {name for name, _ in report.follow_ups} == expected
+    for check in report.checks:
+        if check.name in expected:
+            assert check.message
+            assert check.found
+            assert FOLLOW_UPS[check.name].question in report_text(report)
 
 
 @pytest.mark.long

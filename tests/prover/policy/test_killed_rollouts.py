@@ -34,6 +34,7 @@ def test_a_queue_without_lineage_trains_rollouts_of_a_lost_policy(tmp_path, monk
     assert any(LINEAGE in claim and "the weights descend from" in measured for claim, measured in found.items())
 
 
+@pytest.mark.long
 def test_a_queue_that_counts_rollouts_of_a_lost_policy_as_stale_is_found(tmp_path, monkeypatch):
     judge = RolloutQueue._judge
 
