@@ -17,7 +17,7 @@ from planned_cases import CASES, cached_plan, cost_cache, untrainable_workload
 from meshwright.config import load_config
 from meshwright.models.registry import model_architecture
 from meshwright.planner.hardware.resolve_cluster import resolve_cluster
-from meshwright.planner.search import candidate_bounds
+from meshwright.planner.search.bounds import candidate_bounds
 from meshwright.planner.search.candidate import Candidate, candidate_config, validation_error
 from meshwright.planner.search.choice import CHOICE_TOLERANCE, complexity, expected_seconds
 from meshwright.planner.search.cost_cache import CostCache

@@ -12,6 +12,9 @@ from meshwright.planner.cost.trace.cost_trace import CostTrace
 from meshwright.planner.cost.units.data_sharding import layout_sharding
 from meshwright.planner.cost.units.stage_parameters import stages_by_rank
 from meshwright.planner.hardware.cluster import Cluster
+from meshwright.planner.search.bounds.candidate_bounds import CandidateBounds
+from meshwright.planner.search.bounds.memory_bounds import MemoryBounds
+from meshwright.planner.search.bounds.time_bounds import TimeBounds
 from meshwright.planner.search.candidate import (
     Candidate,
     CandidateJob,
@@ -20,10 +23,7 @@ from meshwright.planner.search.candidate import (
     trainer_key,
     validation_error,
 )
-from meshwright.planner.search.candidate_bounds import CandidateBounds
-from meshwright.planner.search.memory_bounds import MemoryBounds
 from meshwright.planner.search.search_space import fills_schedule, pipeline_schedules
-from meshwright.planner.search.time_bounds import TimeBounds
 from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.planner.workload.trainer_profile import TrainerProfile
 from meshwright.planner.workload.workload import Workload

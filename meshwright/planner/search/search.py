@@ -1,8 +1,9 @@
 """The search for the fastest plans: best first, by lower bounds of the step time.
 
-The micro-batches and modes of activation checkpointing of every combination of degrees are expanded into schedules, and
-these into shard groups, in the order of the lower bounds of their step times (`time_bounds.py`). Only candidates whose
-bound is below the plans found so far are estimated, so that the first ones are nearly always the best. The search skips
+The micro-batches and modes of activation checkpointing of every combination of degrees are expanded into schedules that
+may fit, and these into shard groups, in the order of the lower bounds of their step times (`bounds/time_bounds.py`).
+Only candidates whose bound is below the plans found so far are estimated, so that the first ones are nearly always the
+best. The search skips
 - what cannot be faster than the last plan of the list, than the best plan of its layout, or than a little more than the
   best plan of its family;
 - candidates whose lower bound of memory does not fit, larger micro-batches of those that did not, and candidates that
@@ -25,8 +26,8 @@ from typing import NamedTuple
 
 from meshwright.planner.calibration.estimator import estimate
 from meshwright.planner.cost.estimate import Estimate
+from meshwright.planner.search.bounds.candidate_bounds import CandidateBounds
 from meshwright.planner.search.candidate import Candidate, exact_job
-from meshwright.planner.search.candidate_bounds import CandidateBounds
 from meshwright.planner.search.choice import (
     PlanFamily,
     expected_seconds,

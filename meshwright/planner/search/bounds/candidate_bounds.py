@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cached_property
 
+from meshwright.planner.search.bounds.memory_bounds import ActivationBytes, MemoryBounds, RankPeaks, least_bytes
+from meshwright.planner.search.bounds.time_bounds import ExecutionSeconds, TimeBounds, least_seconds
 from meshwright.planner.search.candidate import Candidate, CandidateJob
-from meshwright.planner.search.memory_bounds import ActivationBytes, MemoryBounds, RankPeaks, least_bytes
-from meshwright.planner.search.time_bounds import ExecutionSeconds, TimeBounds, least_seconds
 from meshwright.topology.layout import Layout
 
 

@@ -21,8 +21,8 @@ from meshwright.planner.cost.units.stage_parameters import (
     stages_by_rank,
 )
 from meshwright.planner.hardware.cluster import Cluster
+from meshwright.planner.search.bounds.time_bounds import model_kinds
 from meshwright.planner.search.candidate import Candidate, CandidateJob
-from meshwright.planner.search.time_bounds import model_kinds
 from meshwright.planner.workload.optimizer_bytes import optimizer_bytes, trainable_fraction
 from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.planner.workload.trainer_profile import TrainerProfile
@@ -80,7 +80,7 @@ class MemoryBounds:
 
     def __init__(self, work: Workload, cluster: Cluster) -> None:
         self.work, self.on_cpu = work, cluster.device.is_cpu
-        self.has_experts = work.model.experts > 0
+        self.routes_tokens = work.model.experts > 0
         self._distinct_ranks: dict[Hashable, list[tuple[int, tuple[StageLayers, ...]]]] = {}
         self._states: dict[Hashable, tuple[RankState, ...]] = {}
         self._peaks: dict[Hashable, tuple[RankPeaks, ...]] = {}
@@ -162,7 +162,7 @@ class MemoryBounds:
         dense = state_bytes(each, stages, groups.dense.shards, one_round, optimizer)
         return dense, state_bytes(
             each, stages, groups.experts.shards, one_round, optimizer
-        ) if self.has_experts else dense
+        ) if self.routes_tokens else dense
 
     def optimizer_bytes(self, trainer: TrainerProfile) -> tuple[float, float]:
         """Bytes of optimizer state per parameter, and the fraction of the parameters that are trained."""
