@@ -16,7 +16,7 @@ from typing import Any
 
 from meshwright.models.architecture import Architecture
 from meshwright.planner.calibration.estimator import estimate
-from meshwright.planner.calibration.published.published_runs import parse_model
+from meshwright.planner.calibration.published.published_models import parse_model
 from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.describe import describe_plan
 from meshwright.planner.hardware.resolve_cluster import resolve_cluster
@@ -161,7 +161,7 @@ class Comparison:
 
 def workload(setup: Setup) -> Workload:
     if setup.model in MODELS:
-        model: Architecture = parse_model({"name": setup.model, **MODELS[setup.model]})
+        model: Architecture = parse_model({"name": setup.model, **MODELS[setup.model]}).sizes
         work = Workload(model, setup.batch, setup.sequence, setup.precision)
     else:
         work = build_workload(setup.model, (), setup.batch, setup.sequence)
