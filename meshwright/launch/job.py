@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import signal
 from collections.abc import Callable, Iterator, Mapping
@@ -152,6 +153,7 @@ def run_in_this_process(
             return train_rank(job, world)
     finally:  # the process belongs to the user: restore the global state that training changed
         leave_process_group()
+        gc.collect()  # the model refers to itself, and to process groups whose threads must end before the process does
         for number, handler in handlers.items():
             signal.signal(number, handler)
         torch.use_deterministic_algorithms(deterministic)

@@ -7,6 +7,7 @@ so the comm hook below sums them instead.
 # No `from __future__ import annotations` here: DDP reads the annotations of the comm hook at run time.
 
 import warnings
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Protocol
@@ -91,7 +92,8 @@ class DDPModel(ReplicatedModel):
                 find_unused_parameters=config.find_unused_parameters,
                 broadcast_buffers=any(True for _ in stateful_buffers(module)),
             )
-        self.ddp.register_comm_hook(self, reduce_bucket)
+        # Garbage collection does not see the references of DDP's reducer: a strong one would keep this model forever.
+        self.ddp.register_comm_hook(weakref.proxy(self), reduce_bucket)
         self.groups = [self.ddp.process_group]
 
     def __call__(self, *inputs: Tensor) -> tuple[Tensor, Tensor]:
