@@ -62,7 +62,7 @@ LONG = {
     "pipeline, tensor and context": [
         *(f"pipeline=2 tensor=2 {kind}{tie}" for kind in KINDS for tie in ("", " tie")),
         "pipeline=2 tensor=2 full segment=2 layers=6",
-        "pipeline=2 tensor=2 zbv full",
+        "pipeline=2 tensor=2 interleaved full",
         *(f"pipeline=2 context=2 {kind}" for kind in KINDS),
         "pipeline=2 context=2 all-to-all selective",
         "pipeline=2 replicate=2 context=2 parameters",
