@@ -27,6 +27,10 @@ from meshwright.telemetry.run_folder import RunFolder
 
 LOCAL_PHASES = tuple(phase for phase in (*STEP_PHASES, "save") if phase != "sync")
 """Phases whose duration depends on the rank itself; in `sync` the rank waits for others."""
+BUSY_SHARE, RUNNABLE_SHARE = 0.5, 0.05
+"""The share of the time without progress that a busy process has used a processor for: in general, and if it is
+runnable.
+"""
 STARTUP_FACTOR = 10
 """A rank may take this many times the hang timeout to build the model and to run the warm-up backward."""
 STRAGGLER_WINDOW = 20
@@ -195,7 +199,8 @@ class Watchdog:
         if heartbeat.is_stopped:
             return "its process is stopped"
         cpu_seconds = (int(stat["ticks"]) - cpu_ticks) / os.sysconf("SC_CLK_TCK")
-        if cpu_seconds > 0.5 * self.hang_timeout:
+        # Other processes may leave it a small part of a processor; it then waits for one, which is the state R as well.
+        if cpu_seconds > (RUNNABLE_SHARE if stat.get("state") == "R" else BUSY_SHARE) * self.hang_timeout:
             return f"its process is busy (used {cpu_seconds:.1f} s of processor time)"
         return "its process is sleeping"
 

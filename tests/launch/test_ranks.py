@@ -235,11 +235,11 @@ def test_rendezvous_names_a_missing_rank_within_the_timeout(tmp_path):
 
 
 def test_rendezvous_names_differing_world_sizes(tmp_path):
-    store = str(tmp_path / "store")
+    store, patient = str(tmp_path / "store"), replace(SHORT, rendezvous_timeout=40.0)
 
     def work(world):
         try:
-            join_process_group(RendezvousInfo(world.rank, 2 + world.rank, world.rank, store_file=store), SHORT, {})
+            join_process_group(RendezvousInfo(world.rank, 2 + world.rank, world.rank, store_file=store), patient, {})
         except IdentityError as error:
             return str(error)
 

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import stat
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 
@@ -64,6 +66,23 @@ def test_first_mismatched_collective_is_found(folder):
         in find_collective_mismatch(read_back(folder, 3))[1]
     )
     assert find_collective_mismatch(read_back(folder, 3))[0] == 1
+
+
+@pytest.mark.parametrize(
+    ("state", "seconds", "words"),
+    [
+        ("R", 9.0, r"busy \(used 9\.0 s of processor time\)"),
+        ("R", 1.0, r"busy \(used 1\.0 s of processor time\)"),  # many processes share the processors
+        ("S", 9.0, r"busy \(used 9\.0 s of processor time\)"),
+        ("R", 0.1, "sleeping"),  # it has just been woken up
+        ("S", 1.0, "sleeping"),
+    ],
+)
+def test_process_that_gets_little_of_a_processor_is_busy(folder, state, seconds, words):
+    watchdog, before = Watchdog(folder, 1, hang_timeout=10, straggler_ratio=2), 100
+    ticks = before + round(seconds * os.sysconf("SC_CLK_TCK"))
+    heartbeat = SimpleNamespace(stat={"state": state, "ticks": ticks}, is_stopped=False)
+    assert re.fullmatch(f"its process is {words}", watchdog.process_state(heartbeat, before))
 
 
 def test_straggler_is_named_with_its_phase_and_waiting_does_not_count(folder):
