@@ -197,6 +197,7 @@ def test_network_is_that_of_the_notes(notes: str, per_device: float) -> None:
         ("DDP", "none"),
         ("PyTorch DDP", "none"),
         ("no sharding", "none"),
+        ("FSDP (NO_SHARD)", "none"),
     ],
 )
 def test_sharding_is_read_in_several_spellings(text: str, kind: str) -> None:

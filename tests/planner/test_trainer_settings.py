@@ -21,6 +21,7 @@ UNMODELLED = {
     "[lora]\nrank = 8\n": "lora.rank; expected lora.rank = 0",
     '[optimizer]\nkind = "muon"\n': "optimizer.kind; expected optimizer.kind = adamw",
     '[[optimizer.groups]]\npattern = "*.attention.*"\nfrozen = true\n': "optimizer.groups; expected no frozen group",
+    '[rl]\nobjective = "grpo"\n': "rl.objective; expected rl.objective = none",
     "[precision]\nfloat8 = true\n": "precision.float8; try --precision fp8",
 }
 

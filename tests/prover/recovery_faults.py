@@ -75,7 +75,7 @@ def staging_by_reference(patch):
     wrap(patch, HostStager, "copy", lambda _right, self, state: {name: local_shard(state[name]) for name in self.host})
 
 
-@fault(KILLS, CONTENT, "only optimizer moments differ")
+@fault(KILLS, CONTENT, "their content is that of step 0; only optimizer moments differ")
 def moments_are_staged_one_save_late(patch):
     def copy(right, self, state):
         before = {name: host.local.clone() for name, host in self.host.items() if name.startswith("optimizer/")}

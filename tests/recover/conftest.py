@@ -1,4 +1,4 @@
-"""Fixtures of the recovery tests: the undisturbed run, created once per number of ranks."""
+"""Fixtures of the recovery tests: the undisturbed runs, created once per number of ranks or layout."""
 
 from __future__ import annotations
 
@@ -32,3 +32,20 @@ def golden(tmp_path_factory: pytest.TempPathFactory) -> Callable[[int], Path]:
 @pytest.fixture
 def runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, golden: Callable[[int], Path]) -> Runs:
     return Runs(tmp_path, monkeypatch, golden)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory, golden: Callable[[int], Path]
+) -> Callable[[str], Path]:
+    """Returns the folder of an undisturbed run on one of the LAYOUTS of the test file, created once."""
+    created: dict[str, Runs] = {}
+
+    def get(name: str) -> Path:
+        if name not in created:
+            with pytest.MonkeyPatch.context() as patch:
+                created[name] = Runs(tmp_path_factory.mktemp("undisturbed"), patch, golden)
+                created[name].run("", *request.module.LAYOUTS[name])
+        return created[name].folder
+
+    return get

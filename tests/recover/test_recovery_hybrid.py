@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from recovery_runs import STEPS, Runs, config, final_digest, losses
+from recovery_runs import STEPS, config, final_digest, losses
 from small_run import step_records
 
 from meshwright.errors import MeshwrightError
@@ -18,21 +18,6 @@ LAYOUTS = {
     "all-to-all": ("--layout.context=2", "--context.method=all-to-all"),
     "experts": EXPERTS,
 }
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    """Returns the folder of an undisturbed run on a layout, created once."""
-    created: dict[str, Runs] = {}
-
-    def get(name: str):
-        if name not in created:
-            with pytest.MonkeyPatch.context() as patch:
-                created[name] = Runs(tmp_path_factory.mktemp("undisturbed"), patch, lambda _: None)
-                created[name].run("", *LAYOUTS[name])
-        return created[name].folder
-
-    return get
 
 
 def assert_equals_undisturbed(runs, expected_folder):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from recovery_runs import STEPS, Runs, final_digest, losses
+from recovery_runs import STEPS, final_digest, losses
 from small_run import step_records
 
 from meshwright.errors import MeshwrightError
@@ -13,21 +13,6 @@ LAYOUTS = {
     "sharded optimizer": ("--layout.shard=optimizer", "--batch.micro=4"),
     "tensor": ("--layout.tensor=2",),
 }
-
-
-@pytest.fixture(scope="module")
-def undisturbed(tmp_path_factory):
-    """Returns the folder of an undisturbed run on a layout, created once."""
-    created: dict[str, Runs] = {}
-
-    def get(name: str):
-        if name not in created:
-            with pytest.MonkeyPatch.context() as patch:
-                created[name] = Runs(tmp_path_factory.mktemp("undisturbed"), patch, lambda _: None)
-                created[name].run("", *LAYOUTS[name])
-        return created[name].folder
-
-    return get
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ SHARDING: tuple[tuple[str, str], ...] = (
     (r"zero(?:dp|stage)?3|fullshard|hybridshard|hsdp|^parameters", "parameters"),
     (r"zero(?:dp|stage)?2|shardgradop|^gradients", "gradients"),
     (r"zero(?:dp|stage)?1|dist(?:ributed)?opt|zeroredundancy|^optimizer", "optimizer"),
-    (r"zero(?:dp|stage)?0|^none|^no$|^no(?:t)?shard|ddp$|^replicate", "none"),
+    (r"zero(?:dp|stage)?0|^none|^no$|not?shard|ddp$|^replicate", "none"),
     (r"fsdp", "parameters"),
 )
 """A pattern in the letters and digits of a run's name of its sharding -> what is sharded; the first match counts."""

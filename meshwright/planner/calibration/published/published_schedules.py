@@ -27,7 +27,7 @@ MAX_PASSES = 1 << 16
 The published ones have up to 12,288, which take 0.1 s, and the limit takes one second."""
 MAX_FILE_PASSES = 1 << 18
 """Limit on the forward passes of the different schedules of a file: the passes of each are kept while the file is
-predicted, 100 MB at the limit. All published runs together have 78,000."""
+predicted. All published runs together have 78,000."""
 NAMES: tuple[tuple[str, str, bool], ...] = (
     (r"dual ?pipe ?v", "dualpipev", True),
     (r"dual ?pipe", "dualpipev", False),

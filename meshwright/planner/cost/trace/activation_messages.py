@@ -132,9 +132,8 @@ class ActivationMessages:
         heads, kv_heads = max(1, model.heads // tensor), max(1, model.kv_heads // tensor)
         per_head: float = self.tokens * model.head_dim
         kv_elements: float = 2 * kv_heads * per_head
-        if (
-            model.latent_attention is not None and self.config is None
-        ):  # a Meshwright run pads values to the size of keys
+        # A Meshwright run pads the values of latent attention to the size of keys.
+        if model.latent_attention is not None and self.config is None:
             kv_elements = self.tokens * model.attention_width / tensor
         if isinstance(model, Architecture) and model.attention_share < 1:  # the other mixers exchange nothing here
             per_head, kv_elements = (elements * model.attention_share for elements in (per_head, kv_elements))
