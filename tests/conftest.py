@@ -68,10 +68,14 @@ class GarbageOfOneFile:
     file: Path | None = None
 
     def pytest_runtest_setup(self, item):
-        if item.path != self.file:
-            self.file = item.path
-            gc.collect()
-            gc.freeze()
+        if item.path == self.file:
+            return
+        previous, self.file = self.file, item.path
+        gc.collect()
+        gc.freeze()
+        # A rank that is forked from now on would wait for these threads as soon as it frees their process group.
+        threads = [path.read_text().strip() for path in Path("/proc/self/task").glob("*/comm")]
+        assert "pt_gloo_runloop" not in threads, f"{previous} has left a process group in this process"
 
 
 def pytest_configure(config):

@@ -11,13 +11,7 @@ from torch.distributed.fsdp import fully_shard
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from meshwright.parallel.data_parallel.fsdp import InPlaceReduceScatter, reduce_in_place
-
-
-@pytest.fixture
-def mesh():
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
-    yield init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
-    dist.destroy_process_group()
+from meshwright.testing import run_ranks
 
 
 class CopiesToOtherMemory(TorchDispatchMode):
@@ -48,10 +42,16 @@ def gradients_and_copies(mesh, in_place: bool) -> tuple[list[torch.Tensor], int]
     return gradients, copies.count
 
 
-def test_gradients_of_one_rank_are_reduced_in_place(mesh):
+def gradients_with_and_without_copies(_world):
+    """On one rank, which `run_ranks` gives no process group: FSDP2 would keep the group in the process of the test."""
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("shard",))
+    return [gradients_and_copies(mesh, in_place) for in_place in (False, True)]
+
+
+def test_gradients_of_one_rank_are_reduced_in_place():
     plain, _ = gradients_and_copies(None, in_place=False)
-    copied, copies = gradients_and_copies(mesh, in_place=False)
-    reduced, in_place = gradients_and_copies(mesh, in_place=True)
+    [[(copied, copies), (reduced, in_place)]] = run_ranks(gradients_with_and_without_copies, 1)
     assert (copies, in_place) == (2, 0)
     for a, b, c in zip(plain, copied, reduced, strict=True):
         assert torch.equal(a, b)

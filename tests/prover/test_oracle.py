@@ -17,7 +17,7 @@ from meshwright.config.model import OptionTable
 from meshwright.errors import ConfigError
 from meshwright.models.init import build_model, build_on_meta
 from meshwright.prover.compare.discrepancy import Difference, Quantity
-from meshwright.prover.compare.noise import Tolerances
+from meshwright.prover.compare.noise import MIN_NOISE, Tolerances
 from meshwright.prover.compare.updates import states_by_name
 from meshwright.prover.oracle.decoder import ReferenceDecoder
 from meshwright.prover.oracle.equivalent_model import equivalent_parameters
@@ -328,10 +328,19 @@ def test_low_precision_differs_from_float64_by_its_rounding(dtype):
 
 def test_tolerance_is_the_noise_of_all_steps_of_a_run_that_is_followed():
     """One step of few seeds may happen to agree with the exact value."""
-    noise = [Difference(Quantity("gradient", step, "head.weight"), 0.01 * step, 1.0) for step in range(3)]
+    noise = [Difference(Quantity("gradient", step, "head.weight"), 0.01 * step, 1.0) for step in range(1, 4)]
     followed, by_step = (Tolerances.from_noise(precision, [noise]) for precision in ("bf16", "fp64"))
-    assert set(followed.errors.values()) == {5 * 0.02}
+    assert set(followed.errors.values()) == {5 * 0.03}
     assert len(set(by_step.errors.values())) == 3
+
+
+def test_tolerance_of_a_skipped_step_does_not_have_the_noise_of_the_others():
+    noise = [Difference(Quantity("update", step, "head.weight"), 0.2 * step, 1.0 + 0.04 * step) for step in range(2)]
+    tolerances = Tolerances.from_noise("bf16", [noise])
+    skipped, taken = tolerances.factors.values()
+    assert skipped == 5 * MIN_NOISE["bf16"]
+    assert taken == pytest.approx(5 * 0.04)
+    assert not tolerances.accepts(Difference(Quantity("update", 0, "head.weight"), 0.01, 1.01))
 
 
 def test_squared_gradients_have_twice_the_rounding_noise():

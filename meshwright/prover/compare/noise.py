@@ -43,7 +43,8 @@ class Tolerances:
         """`repetitions` compare a rounded reference with the exact one, each under another seed. With `common`, all
         quantities of a kind have the noise of the noisiest: a token that rounding routes to another expert changes
         them all. Below float64, every step starts from the state of the run, so that noise does not grow: a quantity
-        has the noise of all steps, because a few seeds of one step may happen to agree with the exact value.
+        has the noise of all steps, because a few seeds of one step may happen to agree with the exact value. Where all
+        seeds agree bit by bit, nothing is rounded: a skipped step changes nothing.
         """
         noise: dict[Quantity, tuple[float, float]] = {}
         for differences in repetitions:
@@ -57,7 +58,7 @@ class Tolerances:
             of_all_steps[place] = largest(of_all_steps.get(place), values)
         tolerances = cls(precision)
         for quantity, values in noise.items():
-            if precision != "fp64":
+            if precision != "fp64" and any(values):
                 values = of_all_steps[quantity.kind, quantity.name]
             others = typical[quantity.kind, quantity.step]
             errors, factors = zip(*others, strict=True)
