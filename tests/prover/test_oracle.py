@@ -326,12 +326,12 @@ def test_low_precision_differs_from_float64_by_its_rounding(dtype):
         assert 0.01 * resolution < error < 4 * resolution, name
 
 
-def test_tolerance_is_the_noise_of_all_steps_of_a_run_that_is_followed():
+def test_tolerance_is_at_least_the_median_noise_over_the_steps_of_a_run_that_is_followed():
     """One step of few seeds may happen to agree with the exact value."""
-    noise = [Difference(Quantity("gradient", step, "head.weight"), 0.01 * step, 1.0) for step in range(1, 4)]
+    noise = [Difference(Quantity("gradient", step, "head.weight"), 0.01 * step, 1.0) for step in (1, 2, 9)]
     followed, by_step = (Tolerances.from_noise(precision, [noise]) for precision in ("bf16", "fp64"))
-    assert set(followed.errors.values()) == {5 * 0.03}
-    assert len(set(by_step.errors.values())) == 3
+    assert list(followed.errors.values()) == pytest.approx([5 * 0.02, 5 * 0.02, 5 * 0.09])
+    assert list(by_step.errors.values()) == pytest.approx([10.0, 20.0, 90.0])
 
 
 def test_tolerance_of_a_skipped_step_does_not_have_the_noise_of_the_others():

@@ -43,30 +43,32 @@ class Tolerances:
         """`repetitions` compare a rounded reference with the exact one, each under another seed. With `common`, all
         quantities of a kind have the noise of the noisiest: a token that rounding routes to another expert changes
         them all. Below float64, every step starts from the state of the run, so that noise does not grow: a quantity
-        has the noise of all steps, because a few seeds of one step may happen to agree with the exact value. Where all
-        seeds agree bit by bit, nothing is rounded: a skipped step changes nothing.
+        has at least its median noise over the steps, because a few seeds of one step may happen to agree with the exact
+        value. Where all seeds agree bit by bit, nothing is rounded: a skipped step changes nothing.
         """
         noise: dict[Quantity, tuple[float, float]] = {}
         for differences in repetitions:
             for found in differences:
-                noise[found.quantity] = largest(noise.get(found.quantity), (found.error, found.factor_error))
-        typical: dict[tuple[str, int], list[tuple[float, float]]] = {}
-        of_all_steps: dict[tuple[str, str], tuple[float, float]] = {}
+                error, factor = noise.get(found.quantity, (0.0, 0.0))
+                noise[found.quantity] = (max(error, found.error), max(factor, found.factor_error))
+        of_kind: dict[tuple[str, int], list[tuple[float, float]]] = {}
+        over_steps: dict[tuple[str, str], list[tuple[float, float]]] = {}
         for quantity, values in noise.items():
-            typical.setdefault((quantity.kind, quantity.step), []).append(values)
-            place = quantity.kind, quantity.name
-            of_all_steps[place] = largest(of_all_steps.get(place), values)
+            of_kind.setdefault((quantity.kind, quantity.step), []).append(values)
+            over_steps.setdefault((quantity.kind, quantity.name), []).append(values)
         tolerances = cls(precision)
         for quantity, values in noise.items():
-            if precision != "fp64" and any(values):
-                values = of_all_steps[quantity.kind, quantity.name]
-            others = typical[quantity.kind, quantity.step]
-            errors, factors = zip(*others, strict=True)
+            errors, factors = zip(*of_kind[quantity.kind, quantity.step], strict=True)
             margin, typical_noise = MARGIN[precision], max if common else median
             is_squared = quantity.kind == "moments" and quantity.name.endswith(SECOND_MOMENTS)
             floor = MIN_NOISE[precision] * (2 if is_squared else 1)
-            tolerances.errors[quantity] = margin * max(values[0], typical_noise(errors), floor)
-            tolerances.factors[quantity] = margin * max(values[1], typical_noise(factors), floor)
+            if precision != "fp64" and any(values):
+                of_steps = zip(*over_steps[quantity.kind, quantity.name], strict=True)
+                error, factor = (max(own, median(others)) for own, others in zip(values, of_steps, strict=True))
+            else:
+                error, factor = values
+            tolerances.errors[quantity] = margin * max(error, typical_noise(errors), floor)
+            tolerances.factors[quantity] = margin * max(factor, typical_noise(factors), floor)
         return tolerances
 
     def accepts(self, found: Difference) -> bool:
@@ -85,8 +87,3 @@ class Tolerances:
             for quantity, factor in self.factors.items()
             if quantity.kind not in EXACT and not (factor <= MAX_FACTOR and self.errors[quantity] <= MAX_ERROR)
         ]
-
-
-def largest(one: tuple[float, float] | None, other: tuple[float, float]) -> tuple[float, float]:
-    """The larger error and the larger deviation of the factor."""
-    return other if one is None else (max(one[0], other[0]), max(one[1], other[1]))
