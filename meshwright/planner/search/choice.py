@@ -34,7 +34,7 @@ AXIS_COMPLEXITY = {"replicate": 1, "shard": 1, "pipeline": 4, "context": 4, "ten
 """What an axis adds to the complexity of a plan. Model parallelism is never simpler than FSDP alone: it changes how the
 model is computed."""
 SHARDING_COMPLEXITY = {"none": 0, "optimizer": 1, "gradients": 2, "parameters": 2}
-"""What a sharding adds. ZeRO-2 and ZeRO-3 are FSDP with one flag, `reshard_after_forward`, and count as equally simple."""
+"""What a sharding adds. ZeRO-2 and ZeRO-3 are FSDP2 with one flag, `reshard_after_forward`, and equally simple."""
 RETRY_SLOWDOWN = 1 / 3
 """What a run that ran out of memory loses: it goes on with full activation checkpointing, which repeats the forward
 pass, a third of the computation."""

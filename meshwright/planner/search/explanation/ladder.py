@@ -16,6 +16,7 @@ from meshwright.io import format_bytes, format_percent, format_seconds
 from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.describe import (
     describe_plan,
+    is_compiled,
     lost_seconds,
     memory_by_class,
     memory_label,
@@ -312,5 +313,7 @@ def compare_with_first(steps: list[LadderStep]) -> str:
     if first.bottleneck.kind in ("batch", "memory"):
         return f"The last step is the plan, {describe_plan(last.estimate.job)}. {first.name} does not run."
     gain = (first.estimate.seconds - last.estimate.seconds) / first.estimate.seconds
-    faster = f"{format_percent(gain)} faster than {first.name}" if gain > 0 else f"as fast as {first.name}"
+    gains_compile = is_compiled(last.estimate.job) and not is_compiled(first.estimate.job)
+    name = first.name + (" without torch.compile" if gains_compile else "")
+    faster = f"{format_percent(gain)} faster than {name}" if gain > 0 else f"as fast as {name}"
     return f"The last step is the plan, {describe_plan(last.estimate.job)}: {faster}."
