@@ -13,6 +13,7 @@ from meshwright.io import format_bytes, format_percent, format_seconds
 from meshwright.observe.plan.plan_text import trainer_text
 from meshwright.planner.calibration.estimator import estimate
 from meshwright.planner.calibration.prediction import prediction_record
+from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.describe import describe_plan, exposed_seconds, merged_calls
 from meshwright.planner.hardware.resolve_cluster import resolve_cluster
 from meshwright.planner.search.choice import complexity, memory_risk
@@ -59,6 +60,34 @@ def test_explanation_answers_the_questions_and_what_breaks_at_ten_times_the_size
     assert len(questions) == 5
     assert all(question.endswith("?") and answer.endswith(".") for question, answer in questions.items())
     assert any(letter.isdigit() for letter in questions["What breaks first at 10x?"])
+
+
+def explained_questions(model: str, cluster: str, *overrides: str) -> tuple[Estimate, dict[str, str]]:
+    work = build_workload(model, overrides)
+    plan = estimate(PlannedJob.from_config(work.base_config, resolve_cluster(cluster)))
+    return plan, explain(plan).questions
+
+
+def test_experts_are_replicated_over_fewer_ranks_than_other_parameters():
+    layout = ("--layout.replicate=32", "--layout.expert=8")
+    _, questions = explained_questions("mixtral-8x7b", "h200:8x4", *layout)
+    assert questions["What is replicated?"].startswith("Replicated over 32 ranks (experts over 4): parameters ")
+    _, sharded = explained_questions("mixtral-8x7b", "h200:8x4", *layout, "--layout.shard=parameters")
+    assert sharded["What is sharded?"].startswith("parameters, gradients, optimizer state over 32 ranks (experts over")
+    _, single = explained_questions("mixtral-8x7b", "h200:8", "--layout.replicate=8", "--layout.expert=8")
+    assert single["What is replicated?"].startswith("Replicated over 8 ranks (each expert on one): parameters ")
+
+
+@pytest.mark.parametrize("sharding", ["optimizer", "gradients"])
+def test_unsharded_parameters_of_a_step_are_told_from_the_shard_that_a_rank_updates(sharding):
+    layout = ("--layout.replicate=32", f"--layout.shard={sharding}")
+    plan, questions = explained_questions("llama-8b", "h100:8x4", *layout)
+    unsharded, shard = format_bytes(plan.peak_memory.unsharded), format_bytes(plan.peak_memory.parameters)
+    assert questions["What is replicated?"].startswith(
+        f"Replicated over 32 ranks: unsharded parameters of a step {unsharded}"
+    )
+    assert f"a rank updates {shard} of parameters" in questions["What is sharded?"]
+    assert f"{unsharded} of unsharded ones in a step" in questions["What is sharded?"]
 
 
 def test_run_is_explained_without_a_search():
