@@ -16,6 +16,7 @@ from meshwright.planner.calibration.prediction import prediction_record
 from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.describe import describe_plan, exposed_seconds, merged_calls
 from meshwright.planner.hardware.resolve_cluster import resolve_cluster
+from meshwright.planner.search.candidate import Candidate
 from meshwright.planner.search.choice import complexity, memory_risk
 from meshwright.planner.search.cost_cache import CostCache
 from meshwright.planner.search.explanation.explain import compare_plans, explain
@@ -27,6 +28,7 @@ from meshwright.planner.search.search import search
 from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.planner.workload.workload import count_samples
 from meshwright.planner.workload.workload_args import build_workload, for_trainer
+from meshwright.topology.layout import Layout
 
 PARTS = ("problem", "mechanism", "communication", "tradeoff", "measurement")
 
@@ -62,30 +64,27 @@ def test_explanation_answers_the_questions_and_what_breaks_at_ten_times_the_size
     assert any(letter.isdigit() for letter in questions["What breaks first at 10x?"])
 
 
-def explained_questions(model: str, cluster: str, *overrides: str) -> tuple[Estimate, dict[str, str]]:
-    work = build_workload(model, overrides)
-    plan = estimate(PlannedJob.from_config(work.base_config, resolve_cluster(cluster)))
+def explained_questions(model: str, cluster: str, layout: Layout, sharding: str) -> tuple[Estimate, dict[str, str]]:
+    plan = cost_cache(model, cluster).estimate(Candidate(layout, 1, sharding))
     return plan, explain(plan).questions
 
 
 def test_experts_are_replicated_over_fewer_ranks_than_other_parameters():
-    layout = ("--layout.replicate=32", "--layout.expert=8")
-    _, questions = explained_questions("mixtral-8x7b", "h200:8x4", *layout)
-    assert questions["What is replicated?"].startswith("Replicated over 32 ranks (experts over 4): parameters ")
-    _, sharded = explained_questions("mixtral-8x7b", "h200:8x4", *layout, "--layout.shard=parameters")
-    assert sharded["What is sharded?"].startswith("parameters, gradients, optimizer state over 32 ranks (experts over")
-    _, single = explained_questions("mixtral-8x7b", "h200:8", "--layout.replicate=8", "--layout.expert=8")
+    _, ddp = explained_questions("mixtral-8x7b", "h200:8x4", Layout(replicate=32, expert=8), "none")
+    assert ddp["What is replicated?"].startswith("Replicated over 32 ranks (experts over 4): parameters ")
+    _, fsdp = explained_questions("mixtral-8x7b", "h200:8x4", Layout(shard=32, expert=8), "parameters")
+    expected = "parameters, gradients, optimizer state over 32 ranks (experts over 4); experts over 8 ranks; "
+    assert fsdp["What is sharded?"].startswith(expected)
+    _, single = explained_questions("mixtral-8x7b", "h200:8", Layout(replicate=8, expert=8), "none")
     assert single["What is replicated?"].startswith("Replicated over 8 ranks (each expert on one): parameters ")
 
 
 @pytest.mark.parametrize("sharding", ["optimizer", "gradients"])
 def test_unsharded_parameters_of_a_step_are_told_from_the_shard_that_a_rank_updates(sharding):
-    layout = ("--layout.replicate=32", f"--layout.shard={sharding}")
-    plan, questions = explained_questions("llama-8b", "h100:8x4", *layout)
+    plan, questions = explained_questions("llama-8b", "h100:8x4", Layout(shard=32), sharding)
     unsharded, shard = format_bytes(plan.peak_memory.unsharded), format_bytes(plan.peak_memory.parameters)
-    assert questions["What is replicated?"].startswith(
-        f"Replicated over 32 ranks: unsharded parameters of a step {unsharded}"
-    )
+    replicated = f"Replicated over 32 ranks: unsharded parameters of a step {unsharded}"
+    assert questions["What is replicated?"].startswith(replicated)
     assert f"a rank updates {shard} of parameters" in questions["What is sharded?"]
     assert f"{unsharded} of unsharded ones in a step" in questions["What is sharded?"]
 
