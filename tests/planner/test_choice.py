@@ -26,7 +26,8 @@ from meshwright.planner.search.choice import (
     rank_estimates,
     why_first,
 )
-from meshwright.planner.search.explanation.baselines import FSDP, TENSOR_ZERO_1
+from meshwright.planner.search.cost_cache import CostCache
+from meshwright.planner.search.explanation.baselines import FSDP, FSDP_CHECKPOINTED, TENSOR_ZERO_1, build_baselines
 from meshwright.planner.search.explanation.suggestions import infeasible_error
 from meshwright.planner.search.plan_result import make_plan, plan_json
 from meshwright.planner.search.run_cost import parse_tokens, run_cost
@@ -157,6 +158,14 @@ def test_baseline_that_does_not_divide_says_so():
     assert "2,048 does not divide over 16,384 data-parallel ranks" in rows["DDP"].reason
 
 
+def test_baseline_that_a_profile_does_not_model_is_not_said_to_be_unsupported():
+    cluster = resolve_cluster("h100:8")
+    work = for_trainer(build_workload("llama-8b"), "megatron").on(cluster)
+    rows = {row.name: row for row in build_baselines(CostCache(work, cluster))}
+    assert rows[FSDP].reason == rows[FSDP_CHECKPOINTED].reason == "it is not modelled for megatron"
+    assert rows[TENSOR_ZERO_1].estimate is not None
+
+
 def test_compiled_blocks_are_chosen_and_their_gain_is_priced():
     result = cached_plan("llama-8b", "h100:8")
     assert is_compiled(result.chosen.job)
@@ -238,7 +247,11 @@ UNSUPPORTED_OPTIONS = [
     ("torchtitan", "--compile.enabled=false", "does not model compile.enabled; try --trainer torchtitan-eager"),
     ("torchtitan", "--optimizer.kind=muon", "the profile of torchtitan does not model optimizer.kind; expected"),
     ("torchtitan", "--precision.float8=true", "does not model precision.float8; try --precision fp8"),
-    ("torchtitan", "--layout.shard=optimizer", "layout.shard = optimizer; expected one of none, parameters"),
+    (
+        "torchtitan",
+        "--layout.shard=optimizer",
+        "the profile of torchtitan does not model layout.shard = optimizer; expected one of none, parameters",
+    ),
     ("torchtitan", "--pipeline.schedule=dualpipev", "pipeline.schedule = dualpipev; expected one of gpipe"),
     ("torchtitan", "--context.method=all-to-all", "context.method = all-to-all: its method is gather"),
     ("llm-foundry", "--layout.tensor=2", "llm-foundry does not support tensor parallelism"),
