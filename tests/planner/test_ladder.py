@@ -56,6 +56,14 @@ def test_every_step_adds_one_technique_and_says_what_it_changes(model, cluster):
 
 
 @pytest.mark.parametrize(("model", "cluster"), CASES)
+def test_effect_states_the_micro_batch_where_a_step_changes_it(model, cluster):
+    for before, after in pairwise(cached_plan(model, cluster).ladder):
+        old, new = before.estimate.job.batch.micro, after.estimate.job.batch.micro
+        expected = f", with micro-batch {new} instead of {old}" if old != new else ""
+        assert after.resolved.partition(", with micro-batch ")[2] == expected.removeprefix(", with micro-batch ")
+
+
+@pytest.mark.parametrize(("model", "cluster"), CASES)
 def test_time_is_improved_only_once_the_batch_and_memory_are_no_bottleneck(model, cluster):
     order = {"batch": 0, "memory": 1}
     for before, after in pairwise(cached_plan(model, cluster).ladder):

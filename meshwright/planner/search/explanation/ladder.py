@@ -107,7 +107,8 @@ def build_ladder(cache: CostCache, chosen: Estimate) -> tuple[list[LadderStep], 
                 f"+ {technique_label(name, chosen)}",
                 plan if remaining else chosen,
                 bottleneck,
-                describe_resolved(before.bottleneck, bottleneck, before.estimate, plan, chosen),
+                describe_resolved(before.bottleneck, bottleneck, before.estimate, plan, chosen)
+                + describe_micro_batch(before.estimate, plan),
                 describe_cost(before.estimate, plan),
                 later,
             )
@@ -283,6 +284,12 @@ def describe_resolved(before: Bottleneck, after: Bottleneck, old: Estimate, new:
         lost = (format_seconds(lost_seconds(each)[before.kind]) for each in (old, new))
         effects.append(f"{before.kind} {' -> '.join(lost)}")
     return ", ".join(effects)
+
+
+def describe_micro_batch(old: Estimate, new: Estimate) -> str:
+    """States the micro-batch where a step changes it, because its effect is then not that of the technique alone."""
+    before, after = old.job.batch.micro, new.job.batch.micro
+    return "" if before == after else f", with micro-batch {after} instead of {before}"
 
 
 def why_slower(old: Estimate, new: Estimate, chosen: Estimate) -> str:
