@@ -23,7 +23,7 @@ from meshwright.planner.search.explanation.explain import compare_plans, explain
 from meshwright.planner.search.explanation.mechanism import mechanism
 from meshwright.planner.search.explanation.suggestions import infeasible_error
 from meshwright.planner.search.plan_result import make_plan, plan_json
-from meshwright.planner.search.scaling import critical_batch, serial_fraction
+from meshwright.planner.search.scaling import critical_batch, scaled_estimate, serial_fraction
 from meshwright.planner.search.search import search
 from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.planner.workload.workload import count_samples
@@ -136,6 +136,22 @@ def test_scaling_starts_at_the_plan_and_every_row_fits():
             assert row.estimate is None or row.estimate.job.batch.global_ == row.batch
     assert [row.batch for row in table.weak] == [512 * row.factor for row in table.weak]
     assert 0 <= table.serial_fraction <= 1
+
+
+def test_explanation_and_weak_scaling_agree_at_ten_times_the_size():
+    """Ten times the shards do not divide Mixtral's experts, and would not fit: the shard groups are replicated."""
+    result = cached_plan("mixtral-8x7b", "h100:8x4", scaling=True)
+    cache = cost_cache("mixtral-8x7b", "h100:8x4")
+    cache = CostCache(cache.work.on(cache.cluster), cache.cluster)
+    ten, same_layout = scaled_estimate(cache, result.chosen, 10, weak=True)
+    assert ten is not None
+    assert result.scaling is not None
+    assert same_layout
+    assert ten.peak_memory.total <= cache.memory_limit
+    rows = {row.factor: row.efficiency for row in result.scaling.weak}
+    assert rows[16] == pytest.approx(result.chosen.seconds / ten.seconds, abs=0.03)
+    answer = result.explanation.questions["What breaks first at 10x?"]
+    assert f"({format_percent(result.chosen.seconds / ten.seconds)} efficiency)" in answer
 
 
 def test_serial_fraction_of_amdahls_law_is_recovered():
