@@ -54,6 +54,12 @@ def test_terminal_shows_the_plan_its_figures_and_the_ladder(result):
     assert "critical batch (assumed)" in text
 
 
+def test_terminal_says_why_the_first_plan_is_not_the_fastest(result):
+    assert "Plan 1 is" not in render(result)
+    slower_first = replace(result, listed=[result.listed[1], result.listed[0], *result.listed[2:]])
+    assert "% slower than plan 2" in render(slower_first)
+
+
 @pytest.mark.parametrize("width", [60, 80, 120, 200])
 def test_plan_fits_the_terminal_without_ellipsis(result, width):
     text = render(result, width)

@@ -12,17 +12,22 @@ from meshwright.api.prediction import plan_workload
 from meshwright.errors import ConfigError
 from meshwright.launch.user_code.user_code import UserCode
 from meshwright.models.architecture import Architecture
+from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.describe import describe_plan, is_compiled
 from meshwright.planner.hardware.resolve_cluster import resolve_cluster
 from meshwright.planner.search.choice import (
     CHOICE_TOLERANCE,
     TIE_TOLERANCE,
+    complexity,
     expected_seconds,
     family,
     memory_accuracy,
     memory_risk,
+    rank_estimates,
+    why_first,
 )
-from meshwright.planner.search.explanation.baselines import FSDP, TENSOR_ZERO_1
+from meshwright.planner.search.cost_cache import CostCache
+from meshwright.planner.search.explanation.baselines import FSDP, FSDP_CHECKPOINTED, TENSOR_ZERO_1, build_baselines
 from meshwright.planner.search.explanation.suggestions import infeasible_error
 from meshwright.planner.search.plan_result import make_plan, plan_json
 from meshwright.planner.search.run_cost import parse_tokens, run_cost
@@ -31,6 +36,7 @@ from meshwright.planner.search.trainer_rules import RULES, mfu_with_masked_score
 from meshwright.planner.workload.trainer_profiles import TRAINERS
 from meshwright.planner.workload.workload import HEADROOM
 from meshwright.planner.workload.workload_args import build_workload, for_trainer
+from meshwright.topology.layout import Layout
 
 LLAMA_2_7B = Architecture("llama-2-7b", 32, 4096, 32, 32, 128, 11008, 32000)
 
@@ -81,6 +87,41 @@ def test_risk_of_a_plan_at_the_end_of_its_80_percent_interval_is_a_tenth(trainer
     assert memory_risk(full) == pytest.approx(0.1, abs=0.001)
 
 
+def with_layout(layout: Layout, sharding: str = "none", seconds: float = 1.0, memory: float = 0.5) -> Estimate:
+    """A plan with this layout, this step time, and so much of the device's memory in use."""
+    plan = cached_plan("gpt2-124m", "a100-80:8").chosen
+    job = replace(plan.job, layout=layout, sharding=sharding, activation_checkpoint="none", stages_per_rank=1)
+    peak = plan.peak_memory
+    activations = peak.activations + memory * job.cluster.device.memory - peak.total
+    return replace(plan, job=job, phases={"forward": seconds}, memory_by_rank=[replace(peak, activations=activations)])
+
+
+def test_ddp_is_the_simplest_plan_then_zero_1_then_fsdp_then_model_parallelism():
+    ddp, fsdp = with_layout(Layout(replicate=8)), with_layout(Layout(shard=8), "parameters")
+    zero_1, zero_2 = (with_layout(Layout(shard=8), sharding) for sharding in ("optimizer", "gradients"))
+    assert complexity(ddp) < complexity(zero_1) < complexity(zero_2) == complexity(fsdp)
+    for axis in ("pipeline", "context", "tensor"):
+        alone = with_layout(Layout(**{axis: 8}))
+        assert complexity(fsdp) < complexity(alone) < complexity(with_layout(Layout(replicate=2, **{axis: 4})))
+
+
+def test_ddp_comes_before_a_pipeline_that_is_as_fast():
+    ddp, pipeline = with_layout(Layout(replicate=2), seconds=1.001), with_layout(Layout(pipeline=2))
+    assert rank_estimates([pipeline, ddp])[0] is ddp
+    result = make_plan(build_workload("tiny"), resolve_cluster("h100:2"))
+    assert result.chosen.job.layout == Layout(replicate=2)
+
+
+def test_list_says_why_the_first_plan_is_not_the_fastest():
+    ddp, pipeline = with_layout(Layout(replicate=2), seconds=1.02), with_layout(Layout(pipeline=2))
+    assert why_first([ddp, pipeline]) == (
+        "Plan 1 is 2.0% slower than plan 2 and simpler: of the plans within 3% of the best, the simplest comes first."
+    )
+    assert why_first([pipeline, ddp]) == why_first([with_layout(Layout(replicate=2), seconds=1.0005), pipeline]) == ""
+    full = with_layout(Layout(replicate=2), seconds=1.0, memory=0.99)
+    assert "2.0% slower than plan 2, with a risk of 0.0% and not 4" in why_first([ddp, full])
+
+
 @pytest.mark.parametrize(("model", "cluster"), CASES)
 def test_listed_plans_are_of_different_families_and_fold_similar_ones(model, cluster):
     result = cached_plan(model, cluster)
@@ -115,6 +156,14 @@ def test_baseline_that_does_not_divide_says_so():
     rows = {row.name: row for row in cached_plan("llama-405b", "h100:8x2048").baselines}
     assert rows["DDP"].estimate is None
     assert "2,048 does not divide over 16,384 data-parallel ranks" in rows["DDP"].reason
+
+
+def test_baseline_that_a_profile_does_not_model_is_not_said_to_be_unsupported():
+    cluster = resolve_cluster("h100:8")
+    work = for_trainer(build_workload("llama-8b"), "megatron").on(cluster)
+    rows = {row.name: row for row in build_baselines(CostCache(work, cluster))}
+    assert rows[FSDP].reason == rows[FSDP_CHECKPOINTED].reason == "it is not modelled for megatron"
+    assert rows[TENSOR_ZERO_1].estimate is not None
 
 
 def test_compiled_blocks_are_chosen_and_their_gain_is_priced():
@@ -198,7 +247,11 @@ UNSUPPORTED_OPTIONS = [
     ("torchtitan", "--compile.enabled=false", "does not model compile.enabled; try --trainer torchtitan-eager"),
     ("torchtitan", "--optimizer.kind=muon", "the profile of torchtitan does not model optimizer.kind; expected"),
     ("torchtitan", "--precision.float8=true", "does not model precision.float8; try --precision fp8"),
-    ("torchtitan", "--layout.shard=optimizer", "layout.shard = optimizer; expected one of none, parameters"),
+    (
+        "torchtitan",
+        "--layout.shard=optimizer",
+        "the profile of torchtitan does not model layout.shard = optimizer; expected one of none, parameters",
+    ),
     ("torchtitan", "--pipeline.schedule=dualpipev", "pipeline.schedule = dualpipev; expected one of gpipe"),
     ("torchtitan", "--context.method=all-to-all", "context.method = all-to-all: its method is gather"),
     ("llm-foundry", "--layout.tensor=2", "llm-foundry does not support tensor parallelism"),

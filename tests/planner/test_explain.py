@@ -13,19 +13,22 @@ from meshwright.io import format_bytes, format_percent, format_seconds
 from meshwright.observe.plan.plan_text import trainer_text
 from meshwright.planner.calibration.estimator import estimate
 from meshwright.planner.calibration.prediction import prediction_record
+from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.describe import describe_plan, exposed_seconds, merged_calls
 from meshwright.planner.hardware.resolve_cluster import resolve_cluster
+from meshwright.planner.search.candidate import Candidate
 from meshwright.planner.search.choice import complexity, memory_risk
 from meshwright.planner.search.cost_cache import CostCache
 from meshwright.planner.search.explanation.explain import compare_plans, explain
 from meshwright.planner.search.explanation.mechanism import mechanism
 from meshwright.planner.search.explanation.suggestions import infeasible_error
 from meshwright.planner.search.plan_result import make_plan, plan_json
-from meshwright.planner.search.scaling import critical_batch, serial_fraction
+from meshwright.planner.search.scaling import critical_batch, scaled_estimate, serial_fraction
 from meshwright.planner.search.search import search
 from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.planner.workload.workload import count_samples
 from meshwright.planner.workload.workload_args import build_workload, for_trainer
+from meshwright.topology.layout import Layout
 
 PARTS = ("problem", "mechanism", "communication", "tradeoff", "measurement")
 
@@ -59,6 +62,31 @@ def test_explanation_answers_the_questions_and_what_breaks_at_ten_times_the_size
     assert len(questions) == 5
     assert all(question.endswith("?") and answer.endswith(".") for question, answer in questions.items())
     assert any(letter.isdigit() for letter in questions["What breaks first at 10x?"])
+
+
+def explained_questions(model: str, cluster: str, layout: Layout, sharding: str) -> tuple[Estimate, dict[str, str]]:
+    plan = cost_cache(model, cluster).estimate(Candidate(layout, 1, sharding))
+    return plan, explain(plan).questions
+
+
+def test_experts_are_replicated_over_fewer_ranks_than_other_parameters():
+    _, ddp = explained_questions("mixtral-8x7b", "h200:8x4", Layout(replicate=32, expert=8), "none")
+    assert ddp["What is replicated?"].startswith("Replicated over 32 ranks (experts over 4): parameters ")
+    _, fsdp = explained_questions("mixtral-8x7b", "h200:8x4", Layout(shard=32, expert=8), "parameters")
+    expected = "parameters, gradients, optimizer state over 32 ranks (experts over 4); experts over 8 ranks; "
+    assert fsdp["What is sharded?"].startswith(expected)
+    _, single = explained_questions("mixtral-8x7b", "h200:8", Layout(replicate=8, expert=8), "none")
+    assert single["What is replicated?"].startswith("Replicated over 8 ranks (each expert on one): parameters ")
+
+
+@pytest.mark.parametrize("sharding", ["optimizer", "gradients"])
+def test_unsharded_parameters_of_a_step_are_told_from_the_shard_that_a_rank_updates(sharding):
+    plan, questions = explained_questions("llama-8b", "h100:8x4", Layout(shard=32), sharding)
+    unsharded, shard = format_bytes(plan.peak_memory.unsharded), format_bytes(plan.peak_memory.parameters)
+    replicated = f"Replicated over 32 ranks: unsharded parameters of a step {unsharded}"
+    assert questions["What is replicated?"].startswith(replicated)
+    assert f"a rank updates {shard} of parameters" in questions["What is sharded?"]
+    assert f"{unsharded} of unsharded ones in a step" in questions["What is sharded?"]
 
 
 def test_run_is_explained_without_a_search():
@@ -108,6 +136,22 @@ def test_scaling_starts_at_the_plan_and_every_row_fits():
             assert row.estimate is None or row.estimate.job.batch.global_ == row.batch
     assert [row.batch for row in table.weak] == [512 * row.factor for row in table.weak]
     assert 0 <= table.serial_fraction <= 1
+
+
+def test_explanation_and_weak_scaling_agree_at_ten_times_the_size():
+    """Ten times the shards do not divide Mixtral's experts, and would not fit: the shard groups are replicated."""
+    result = cached_plan("mixtral-8x7b", "h100:8x4", scaling=True)
+    cache = cost_cache("mixtral-8x7b", "h100:8x4")
+    cache = CostCache(cache.work.on(cache.cluster), cache.cluster)
+    ten, same_layout = scaled_estimate(cache, result.chosen, 10, weak=True)
+    assert ten is not None
+    assert result.scaling is not None
+    assert same_layout
+    assert ten.peak_memory.total <= cache.memory_limit
+    rows = {row.factor: row.efficiency for row in result.scaling.weak}
+    assert rows[16] == pytest.approx(result.chosen.seconds / ten.seconds, abs=0.03)
+    answer = result.explanation.questions["What breaks first at 10x?"]
+    assert f"({format_percent(result.chosen.seconds / ten.seconds)} efficiency)" in answer
 
 
 def test_serial_fraction_of_amdahls_law_is_recovered():

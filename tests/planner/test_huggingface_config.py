@@ -21,6 +21,7 @@ from meshwright.planner.hardware.cluster import preset_cluster
 from meshwright.planner.workload.huggingface_config import FAMILIES, parse_huggingface_config
 from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.planner.workload.resolve_model import resolve_model
+from meshwright.planner.workload.workload_args import build_workload
 
 COUNTED = json.loads((Path(__file__).parent / "huggingface_configs.json").read_text())
 """Configs with the parameter count of transformers 5.22 on the meta device; some have made-up sizes."""
@@ -256,3 +257,15 @@ def test_unknown_pipeline_schedule_is_rejected():
     job = PlannedJob.from_config(resolve_model("tiny").run_config, preset_cluster("h100"))
     with pytest.raises(ConfigError, match="unknown pipeline schedule 'chimera'; expected one of gpipe, 1f1b"):
         replace(job, schedule="chimera")
+
+
+@pytest.mark.parametrize("name", ["llama-3-8b", "llama-biased"])
+def test_assumed_batch_and_sequence_of_a_config_are_noted(tmp_path, name):
+    """Whether Meshwright trains the model or not; a preset and a run file have sizes of their own."""
+    path = tmp_path / "config.json"
+    path.write_text(json.dumps(COUNTED[name]["config"]))
+    assert build_workload(str(path)).notes[-1] == "assumed batch: 1,024 samples of 4,096 tokens per step"
+    assert build_workload(str(path), sequence=8192).notes[-1] == "assumed batch: 512 samples of 8,192 tokens per step"
+    assert build_workload(str(path), batch=8).notes[-1] == "assumed sequence: 4,096 tokens per sample"
+    assert not any(note.startswith("assumed") for note in build_workload(str(path), batch=8, sequence=512).notes)
+    assert build_workload("llama-8b").notes == ()

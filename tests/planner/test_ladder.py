@@ -10,14 +10,18 @@ from planned_cases import CASES, cached_plan, cost_cache
 
 from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.describe import is_compiled, lost_seconds
+from meshwright.planner.hardware.resolve_cluster import resolve_cluster
 from meshwright.planner.search.explanation.ladder import (
     BOTTLENECK_SHARE,
     Bottleneck,
     build_ladder,
+    compare_with_first,
     describe_resolved,
     find_bottleneck,
 )
+from meshwright.planner.search.plan_result import make_plan
 from meshwright.planner.search.search import search
+from meshwright.planner.workload.workload_args import build_workload
 
 
 @pytest.mark.parametrize(("model", "cluster"), CASES)
@@ -49,6 +53,14 @@ def test_every_step_adds_one_technique_and_says_what_it_changes(model, cluster):
         assert is_compiled(step.estimate.job) == ("compile" in added)
         assert step.resolved
         assert step.cost.startswith("step time ")
+
+
+@pytest.mark.parametrize(("model", "cluster"), CASES)
+def test_effect_states_the_micro_batch_where_a_step_changes_it(model, cluster):
+    for before, after in pairwise(cached_plan(model, cluster).ladder):
+        old, new = before.estimate.job.batch.micro, after.estimate.job.batch.micro
+        expected = f", with micro-batch {new} instead of {old}" if old != new else ""
+        assert after.resolved.partition(", with micro-batch ")[2] == expected.removeprefix(", with micro-batch ")
 
 
 @pytest.mark.parametrize(("model", "cluster"), CASES)
@@ -101,6 +113,15 @@ def test_ladder_needs_few_estimates_beyond_those_of_the_search():
     before = cache.timed
     build_ladder(cache, chosen)
     assert cache.timed - before < 100
+
+
+def test_gain_over_eager_ddp_says_that_it_is_without_compile():
+    result = make_plan(build_workload("tiny"), resolve_cluster("h100:2"))
+    assert is_compiled(result.chosen.job)
+    assert result.ladder_summary.endswith("% faster than DDP without torch.compile.")
+    eager = result.ladder[0]
+    faster = replace(eager, estimate=replace(eager.estimate, phases={"forward": 0.5 * eager.estimate.seconds}))
+    assert compare_with_first([eager, faster]).endswith(": 50% faster than DDP.")
 
 
 def test_slower_step_has_a_reason():

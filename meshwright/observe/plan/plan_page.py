@@ -116,7 +116,7 @@ def page_context(result: PlanResult, top: int) -> dict[str, Any]:
 def baseline_row(row: Baseline, chosen: Estimate) -> list[str]:
     plan = row.estimate
     if plan is None:
-        return [row.name, "-", "-", "-", "-", "-", f"not possible: {row.reason}"]
+        return [row.name, "-", "-", "-", "-", "-", f"not planned: {row.reason}"]
     used = plan.peak_memory.total
     figures = [format_seconds(plan.seconds), relative_time(plan, chosen)] if not row.reason else ["-", "-"]
     share = format_percent(used / plan.job.cluster.device.memory)

@@ -66,7 +66,7 @@ def baseline_table(baselines: list[Baseline], chosen: Estimate) -> Table:
         if plan is not None:
             text.append(f"\n{describe_layout(plan.job)}; {describe_execution(plan.job)}", "dim")
         if row.reason:
-            text.append(f"\n{'does not fit: ' if plan is not None else 'not possible: '}", "yellow")
+            text.append(f"\n{'does not fit: ' if plan is not None else 'not planned: '}", "yellow")
             text.append(printable(row.reason), "yellow")
         if plan is None:
             table.add_row(text, "-", "-", "-")

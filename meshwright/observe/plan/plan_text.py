@@ -20,7 +20,7 @@ from meshwright.planner.describe import (
     phase_label,
 )
 from meshwright.planner.generation import GeneratorPlan
-from meshwright.planner.search.choice import memory_accuracy, memory_risk
+from meshwright.planner.search.choice import memory_accuracy, memory_risk, why_first
 from meshwright.planner.search.plan_result import PlanResult
 from meshwright.planner.search.run_cost import RunCost
 from meshwright.planner.search.scaling import ScalingTable, nearest_exposure
@@ -54,6 +54,8 @@ def show_plan(result: PlanResult, top: int, explained: bool = False, console: Co
     console.print(labeled([*summary(result), *bars(result.chosen, console.width, result.workload.headroom)]))
     console.print()
     console.print(ranking(result, top))
+    if reason := why_first([row.best for row in result.listed[:top]]):
+        console.print(Text(reason))
     console.print(Text(describe_search(result, top), "dim"))
     console.print()
     console.print(baseline_table(result.baselines, result.chosen))

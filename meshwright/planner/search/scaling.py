@@ -94,14 +94,13 @@ class ScalingTable:
 
 
 def scale_candidate(
-    work: Workload, cluster: Cluster, candidate: Candidate, factor: int
+    work: Workload, cluster: Cluster, candidate: Candidate, factor: int, axis: str
 ) -> tuple[Candidate, Cluster] | None:
-    """Multiplies the data-parallel ranks: the replicas if there are any, otherwise the shards."""
+    """Multiplies the data-parallel ranks of an axis; None if the batch does not divide over them."""
     layout = candidate.layout
     data = layout.data_degree * factor
     if work.global_batch % data:
         return None
-    axis = "replicate" if candidate.sharding == "none" or layout.replicate > 1 else "shard"
     scaled_layout = replace(layout, **{axis: getattr(layout, axis) * factor})
     local_batch = work.global_batch // data
     sizes = [micro for micro in divisors(local_batch) if micro <= candidate.micro]
@@ -113,15 +112,23 @@ def scale_candidate(
 
 
 def same_layout_estimate(cache: CostCache, chosen: Estimate, factor: int, weak: bool) -> Estimate | None:
-    """Estimates the same plan on `factor` times the devices; None if it does not divide or fit."""
+    """Estimates the same plan on `factor` times the devices; None if it does not divide or fit.
+
+    Replicas are multiplied if there are any, otherwise shards. Shards of a number of ranks that does not divide the
+    parameters are padded; where they then do not fit, the shard groups of the plan are replicated.
+    """
     work = cache.work.with_size(cache.work.global_batch * (factor if weak else 1))
-    scaled = scale_candidate(work, cache.cluster, Candidate.from_job(chosen.job), factor)
-    if scaled is None:
-        return None
-    candidate, cluster = scaled
-    job = exact_job(work, cluster, candidate)  # as the plan was estimated
-    plan = estimate(job, simulate_pipeline=True, corrections=cache.corrections, quick=True)
-    return plan if plan.peak_memory.total <= cache.memory_limit else None
+    candidate = Candidate.from_job(chosen.job)
+    has_replicas = candidate.sharding == "none" or candidate.layout.replicate > 1
+    for axis in ("replicate",) if has_replicas else ("shard", "replicate"):
+        scaled = scale_candidate(work, cache.cluster, candidate, factor, axis)
+        if scaled is None:
+            return None
+        job = exact_job(work, scaled[1], scaled[0])  # as the plan was estimated
+        plan = estimate(job, simulate_pipeline=True, corrections=cache.corrections, quick=True)
+        if plan.peak_memory.total <= cache.memory_limit:
+            return plan
+    return None
 
 
 def new_layout_estimate(cache: CostCache, factor: int, weak: bool) -> Estimate | None:

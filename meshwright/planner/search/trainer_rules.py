@@ -1,4 +1,4 @@
-"""What each trainer supports and how it counts FLOP, so that a plan for it is one that it runs; torch-free."""
+"""What the profile of each trainer models and how it counts FLOP, so that a plan is one that it runs; torch-free."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ AXES = frozenset(("shard", "tensor", "pipeline", "context", "expert"))
 
 @dataclass(frozen=True)
 class TrainerRules:
-    """The layouts that a trainer runs, and the FLOP of its MFU."""
+    """The layouts of a trainer that its profile models, and the FLOP of its MFU."""
 
     axes: frozenset[str] = AXES
     shardings: tuple[str, ...] = ("optimizer", "gradients", "parameters")
@@ -35,6 +35,7 @@ class TrainerRules:
     """whether its published share of the peak counts recomputed FLOP: HFU, not MFU"""
 
 
+# Megatron-FSDP shards parameters, too; no profile models it.
 MEGATRON = TrainerRules(shardings=("optimizer",), schedules=("1f1b", "interleaved"))
 RULES = {
     "meshwright": TrainerRules(),
@@ -130,13 +131,13 @@ def validate_pins(work: Workload, rules: TrainerRules) -> None:
     shardings = ("none", *rules.shardings) if "shard" in rules.axes else ("none",)
     sharding, schedules = str(pinned.get("layout.shard", "none")), rules.schedules
     if sharding not in shardings:
-        raise unsupported(name, f"layout.shard = {sharding}", shardings)
+        raise not_modelled(name, f"layout.shard = {sharding}", shardings)
     if int(pinned.get("layout.shard_degree", 1)) > 1 and shardings == ("none",):
         raise ConfigError(f"{name} does not shard over data-parallel ranks", "try it without --layout.shard_degree")
     if schedules and (schedule := str(pinned.get("pipeline.schedule", schedules[0]))) not in schedules:
-        raise unsupported(name, f"pipeline.schedule = {schedule}", schedules)
+        raise not_modelled(name, f"pipeline.schedule = {schedule}", schedules)
     if (mode := str(pinned.get("activation_checkpoint.mode", "none"))) not in rules.checkpoint_modes:
-        raise unsupported(name, f"activation_checkpoint.mode = {mode}", rules.checkpoint_modes)
+        raise not_modelled(name, f"activation_checkpoint.mode = {mode}", rules.checkpoint_modes)
     in_pipeline = {"gradients": rules.shards_gradients_in_pipeline, "parameters": rules.shards_in_pipeline}
     if int(pinned.get("layout.pipeline", 1)) > 1 and not in_pipeline.get(sharding, True):
         raise ConfigError(
@@ -145,8 +146,8 @@ def validate_pins(work: Workload, rules: TrainerRules) -> None:
         )
 
 
-def unsupported(name: str, setting: str, supported: Sequence[str]) -> ConfigError:
-    return ConfigError(f"{name} does not support {setting}", f"expected one of {', '.join(supported)}")
+def not_modelled(name: str, setting: str, modelled: Sequence[str]) -> ConfigError:
+    return ConfigError(f"the profile of {name} does not model {setting}", f"expected one of {', '.join(modelled)}")
 
 
 def mfu_with_masked_scores(plan: Estimate) -> float:

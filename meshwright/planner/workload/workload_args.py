@@ -42,17 +42,20 @@ def build_workload(
     pinned, settings = split_overrides(overrides)
     resolved = resolve_model(model, settings)
     config = resolved.run_config
-    if config is None and resolved.model_config is not None:
-        config = config_from_dict({"model": config_to_dict(resolved.model_config), "precision": {"compute": "bf16"}})
-        batch, sequence = default_size(batch, sequence)
     notes = [resolved.note] if resolved.note else []
+    assumed: list[str] = []
+    if config is None:
+        assumed = assumed_size(batch, sequence)
+        batch, sequence = default_size(batch, sequence)
+        if resolved.model_config is not None:
+            config = config_from_dict(
+                {"model": config_to_dict(resolved.model_config), "precision": {"compute": "bf16"}}
+            )
     if precision is not None and precision not in PRECISIONS:
         raise ConfigError(f"--precision {precision} is unknown", f"expected one of {', '.join(PRECISIONS)}")
     if config is None:
         global_batch, tokens = default_size(batch, sequence)
-        if batch is None:
-            notes.append(f"assumed batch: {count_samples(global_batch)} of {tokens:,} tokens per step")
-        pins = parse_pins(pinned)
+        pins, notes = parse_pins(pinned), [*notes, *assumed]
         return Workload(resolved.architecture, global_batch, tokens, precision or "bf16", None, pins, tuple(notes))
     tree: dict[str, Any] = config_to_dict(config)
     tree["batch"] |= {"micro": None, **({"global": batch} if batch is not None else {})}
@@ -70,7 +73,7 @@ def build_workload(
         precision or config.precision.compute,
         config if trainable else None,
         parse_pins(pinned),
-        tuple(notes),
+        (*notes, *assumed),
     )
 
 
@@ -150,6 +153,14 @@ def default_size(batch: int | None, sequence: int | None) -> tuple[int, int]:
     """Fills in the global batch and the sequence length."""
     sequence = sequence or DEFAULT_SEQUENCE
     return batch or max(1, DEFAULT_TOKENS_PER_STEP // sequence), sequence
+
+
+def assumed_size(batch: int | None, sequence: int | None) -> list[str]:
+    """Notes what `default_size` fills in."""
+    global_batch, tokens = default_size(batch, sequence)
+    if batch is None:
+        return [f"assumed batch: {count_samples(global_batch)} of {tokens:,} tokens per step"]
+    return [] if sequence is not None else [f"assumed sequence: {tokens:,} tokens per sample"]
 
 
 def parse_pins(pinned: dict[str, str]) -> dict[str, int | str | bool]:

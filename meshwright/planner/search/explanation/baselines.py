@@ -59,7 +59,7 @@ def baseline(cache: CostCache, name: str, layouts: list[Layout], sharding: str, 
     modes = tuple(mode for mode in modes if mode in rules.checkpoint_modes)
     unsupported = sharding != "none" and sharding not in rules.shardings
     if unsupported or (name == TENSOR_ZERO_1 and "tensor" not in rules.axes) or not modes:
-        return Baseline(name, None, f"{work.trainer_name} does not support it")
+        return Baseline(name, None, f"it is not modelled for {work.trainer_name}")
     if not layouts:
         return Baseline(name, None, "the model does not divide over a tensor-parallel group inside a node")
     dividing = [layout for layout in layouts if work.global_batch % layout.data_degree == 0]

@@ -16,6 +16,7 @@ from meshwright.io import format_bytes, format_percent, format_seconds
 from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.describe import (
     describe_plan,
+    is_compiled,
     lost_seconds,
     memory_by_class,
     memory_label,
@@ -106,7 +107,8 @@ def build_ladder(cache: CostCache, chosen: Estimate) -> tuple[list[LadderStep], 
                 f"+ {technique_label(name, chosen)}",
                 plan if remaining else chosen,
                 bottleneck,
-                describe_resolved(before.bottleneck, bottleneck, before.estimate, plan, chosen),
+                describe_resolved(before.bottleneck, bottleneck, before.estimate, plan, chosen)
+                + describe_micro_batch(before.estimate, plan),
                 describe_cost(before.estimate, plan),
                 later,
             )
@@ -284,6 +286,12 @@ def describe_resolved(before: Bottleneck, after: Bottleneck, old: Estimate, new:
     return ", ".join(effects)
 
 
+def describe_micro_batch(old: Estimate, new: Estimate) -> str:
+    """States the micro-batch where a step changes it, because its effect is then not that of the technique alone."""
+    before, after = old.job.batch.micro, new.job.batch.micro
+    return "" if before == after else f", with micro-batch {after} instead of {before}"
+
+
 def why_slower(old: Estimate, new: Estimate, chosen: Estimate) -> str:
     """Says why a step is in the ladder although the one before it is faster, and neither batch nor memory limits it."""
     if expected_seconds(new) < expected_seconds(old):
@@ -312,5 +320,7 @@ def compare_with_first(steps: list[LadderStep]) -> str:
     if first.bottleneck.kind in ("batch", "memory"):
         return f"The last step is the plan, {describe_plan(last.estimate.job)}. {first.name} does not run."
     gain = (first.estimate.seconds - last.estimate.seconds) / first.estimate.seconds
-    faster = f"{format_percent(gain)} faster than {first.name}" if gain > 0 else f"as fast as {first.name}"
+    gains_compile = is_compiled(last.estimate.job) and not is_compiled(first.estimate.job)
+    name = first.name + (" without torch.compile" if gains_compile else "")
+    faster = f"{format_percent(gain)} faster than {name}" if gain > 0 else f"as fast as {name}"
     return f"The last step is the plan, {describe_plan(last.estimate.job)}: {faster}."

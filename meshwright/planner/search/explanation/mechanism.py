@@ -36,10 +36,10 @@ def mechanism(plan: Estimate) -> list[str]:
             f"{memory_label(name)} ({format_bytes(getattr(memory, name))} per rank)"
             for name in SHARDED_STATE[job.sharding]
         )
-        ranks = layout.shard * layout.context
+        ranks = count_ranks(plan, layout.shard * layout.context)
         product = f" (shard {layout.shard} x context {layout.context})" if layout.context > 1 else ""
         sentences.append(
-            f"shard {layout.shard}: {remaining} sharded over {ranks} ranks{product}; each rank processes "
+            f"shard {layout.shard}: {remaining} sharded over {ranks}{product}; each rank processes "
             f"{samples_per_step(plan)}."
         )
     if layout.context > 1:
@@ -77,23 +77,39 @@ def samples_per_step(plan: Estimate) -> str:
     return f"{count_samples(batch.local)} per step (micro-batch {batch.micro} x accumulation {batch.accumulation})"
 
 
-def resident_bytes(plan: Estimate, name: str) -> float:
-    """Returns the bytes of a class of memory; under ZeRO-1 and ZeRO-2 parameters also stay unsharded on every rank."""
-    stays_unsharded = name == "parameters" and plan.job.layout.shard > 1 and plan.job.trainer.torch_native
-    return float(plan.peak_memory.unsharded if stays_unsharded else getattr(plan.peak_memory, name))
+def stay_unsharded(plan: Estimate) -> bool:
+    """Whether FSDP shards the parameters and does not reshard them after forward, as with ZeRO-1 and ZeRO-2."""
+    job = plan.job
+    return job.layout.shard > 1 and job.sharding in ("optimizer", "gradients") and job.trainer.torch_native
+
+
+def count_ranks(plan: Estimate, ranks: int) -> str:
+    """States a number of data-parallel and context-parallel ranks, and among how many of them an expert is."""
+    expert = plan.job.layout.expert
+    if expert == 1:
+        return f"{ranks:,} ranks"
+    of_expert = ranks // expert
+    return f"{ranks:,} ranks ({f'experts over {of_expert:,}' if of_expert > 1 else 'each expert on one'})"
 
 
 def replicated(plan: Estimate) -> str:
     """Says what data-parallel ranks hold identically."""
     job = plan.job
     sharded_classes = SHARDED_STATE[job.sharding] if job.layout.shard > 1 else ()
-    classes = [name for name in ("parameters", "gradients", "optimizer") if name not in sharded_classes]
-    if classes:
+    sizes = {
+        memory_label(name): getattr(plan.peak_memory, name)
+        for name in ("parameters", "gradients", "optimizer")
+        if name not in sharded_classes
+    }
+    if stay_unsharded(plan):
+        del sizes[memory_label("parameters")]
+        sizes = {f"{memory_label('unsharded')} of a step": plan.peak_memory.unsharded, **sizes}
+    if sizes:
         ranks = job.layout.data_degree * job.layout.context
-        sizes = ", ".join(f"{memory_label(name)} {format_bytes(resident_bytes(plan, name))}" for name in classes)
+        listed = ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items())
         if ranks > 1:
-            return f"Replicated over {ranks:,} ranks: {sizes}."
-        return f"Nothing: there is one replica ({sizes})."
+            return f"Replicated over {count_ranks(plan, ranks)}: {listed}."
+        return f"Nothing: there is one replica ({listed})."
     if job.layout.replicate > 1:
         return f"The shards, over {job.layout.replicate} replicas."
     return "Nothing: every parameter, gradient and moment is on one rank."
@@ -103,9 +119,8 @@ def sharded(plan: Estimate) -> str:
     job, memory, layout = plan.job, plan.peak_memory, plan.job.layout
     parts = []
     if layout.shard > 1:
-        parts.append(
-            f"{', '.join(map(memory_label, SHARDED_STATE[job.sharding]))} over {layout.shard * layout.context:,} ranks"
-        )
+        ranks = count_ranks(plan, layout.shard * layout.context)
+        parts.append(f"{', '.join(map(memory_label, SHARDED_STATE[job.sharding]))} over {ranks}")
     if layout.tensor > 1:
         parts.append(f"weight matrices over {layout.tensor} ranks")
     if layout.pipeline > 1:
@@ -115,8 +130,11 @@ def sharded(plan: Estimate) -> str:
     if layout.expert > 1:
         parts.append(f"experts over {layout.expert} ranks")
     local_parameters = memory.parameters / job.trainer.parameter_bytes
+    stored = f"{format_bytes(memory.parameters)} of parameters"
     local = (
-        f"a rank stores {format_bytes(memory.parameters)} of parameters, {format_count(local_parameters)} of "
-        f"{format_count(job.model.parameters)}"
+        f"a rank updates {stored}, {format_count(local_parameters)} of {format_count(job.model.parameters)}, and has "
+        f"{format_bytes(memory.unsharded)} of unsharded ones in a step"
+        if stay_unsharded(plan)
+        else f"a rank stores {stored}, {format_count(local_parameters)} of {format_count(job.model.parameters)}"
     )
     return f"{'; '.join(parts) if parts else 'Only the batch'}; {local}."
