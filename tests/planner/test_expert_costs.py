@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, pairwise
 from math import isclose
 
 import pytest
@@ -13,7 +13,12 @@ from meshwright.config import Batch
 from meshwright.planner.calibration.estimator import estimate
 from meshwright.planner.cost.terms.expert_overlap import exposed_all_to_all
 from meshwright.planner.cost.terms.host_time import forward_kernels, host_seconds
-from meshwright.planner.cost.terms.kernel_time import KernelRate, grouped_matmul_time, matmul_time
+from meshwright.planner.cost.terms.kernel_time import (
+    KernelRate,
+    grouped_matmul_time,
+    matmul_time,
+    weight_gradient_time,
+)
 from meshwright.planner.cost.terms.layer_time import layer_shape, layer_time
 from meshwright.planner.cost.trace.activation_messages import ActivationMessages
 from meshwright.planner.hardware.all_to_all import distinct_groups, token_copies
@@ -140,6 +145,23 @@ def test_grouped_matmuls_with_few_rows_per_expert_are_slow() -> None:
     assert grouped_matmul_time(rate, 4096, 4096, 4096, 8) < 1.15 * whole
     assert grouped_matmul_time(rate, 128, 4096, 4096, 256) > 1.4 * whole
     assert grouped_matmul_time(rate, 4096, 4096, 4096, 1) == matmul_time(rate, 4096, 4096, 4096)
+
+
+def test_a_number_of_tokens_is_no_length_of_rows_in_memory() -> None:
+    """Weight gradients multiply over tokens, whose rows have the length of features. Only these may be misaligned."""
+    rate = KernelRate(683e12, 4.1e12, 132, 2)
+    aligned = weight_gradient_time(rate, 4096, 14336, 4096, 8)
+    assert weight_gradient_time(rate, 4097, 14336, 4096, 8) == pytest.approx(aligned, rel=1e-3)
+    assert weight_gradient_time(rate, 4096, 14337, 4096, 8) > 2 * aligned
+    assert weight_gradient_time(rate, 4096, 14336, 4097, 8) > 2 * aligned
+
+
+def test_a_layer_takes_longer_with_every_higher_load_of_the_busiest_rank() -> None:
+    """Most of these loads make a number of tokens that no power of two divides."""
+    loads = [1 + step / 20 for step in range(21)]
+    times = [layer_time(layer_shape(moe_job(expert_imbalance=load)), True) for load in loads]
+    assert all(lower.backward <= higher.backward for lower, higher in pairwise(times))
+    assert times[-1].backward < 2 * times[0].backward
 
 
 def test_host_time_follows_the_number_of_kernels() -> None:

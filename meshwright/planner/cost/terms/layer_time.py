@@ -24,6 +24,7 @@ from meshwright.planner.cost.terms.kernel_time import (
     kernel_rate,
     matmul_time,
     memory_bound_time,
+    weight_gradient_time,
 )
 from meshwright.planner.cost.terms.recomputation import recomputed_parts, recomputes_latent_projections
 from meshwright.planner.workload.planned_job import PlannedJob
@@ -238,7 +239,7 @@ def kind_time(model: Architecture, shape: LayerShape, kind: BlockKind) -> LayerT
     matmuls = projections + (feed_forward_matmuls(model, shape, moe) if kind.ffn != "none" else [])
     linear = sum(grouped_matmul_time(shape.linear_rate, *matmul) for matmul in matmuls)
     input_gradients = sum(grouped_matmul_time(shape.linear_rate, m, k, n, count) for m, n, k, count in matmuls)
-    weight_gradients = sum(matmul_time(shape.linear_rate, n, k, m, count) for m, n, k, count in matmuls)
+    weight_gradients = sum(weight_gradient_time(shape.linear_rate, *matmul) for matmul in matmuls)
     bandwidth = shape.rate.bandwidth
     if shape.quantized:
         elements = sum(count * (m * k + k * n) for m, n, k, count in matmuls)
@@ -381,7 +382,7 @@ def _(model: Architecture, shape: LayerShape) -> LayerTime:
     tokens, width = shape.tokens, model.width
     vocab = -(-model.vocab // shape.tensor // 8) * 8
     projection = matmul_time(shape.rate, tokens, vocab, width)
-    weight_gradient = matmul_time(shape.rate, vocab, width, tokens)
+    weight_gradient = weight_gradient_time(shape.rate, tokens, vocab, width)
     loss = shape.trainer.loss_traffic_bytes * tokens * vocab / shape.rate.bandwidth
     backward = matmul_time(shape.rate, tokens, width, vocab) + weight_gradient + 0.6 * loss
     return LayerTime(projection + 0.4 * loss, backward, weight_gradient)
