@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from itertools import combinations, pairwise
 from math import isclose
+from operator import sub
 
 import pytest
 from planned_cases import untrainable_workload
@@ -28,7 +29,8 @@ from meshwright.planner.search.candidate import Candidate, candidate_job
 from meshwright.planner.workload.expert_loads import rank_imbalance
 from meshwright.planner.workload.expert_settings import DUALPIPE, release_of, with_expert_settings
 from meshwright.planner.workload.planned_job import PlannedJob
-from meshwright.planner.workload.trainer_profiles import BRIDGE
+from meshwright.planner.workload.trainer_profile import TrainerProfile
+from meshwright.planner.workload.trainer_profiles import BRIDGE, MESHWRIGHT_COMPILED
 from meshwright.topology.layout import Layout
 
 
@@ -162,6 +164,28 @@ def test_a_layer_takes_longer_with_every_higher_load_of_the_busiest_rank() -> No
     times = [layer_time(layer_shape(moe_job(expert_imbalance=load)), True) for load in loads]
     assert all(lower.backward <= higher.backward for lower, higher in pairwise(times))
     assert times[-1].backward < 2 * times[0].backward
+
+
+def test_float8_speeds_experts_up_only_where_the_trainer_quantizes_them() -> None:
+    """Meshwright's float8 layers leave experts and routers in bf16; those of Megatron-Bridge do not."""
+
+    def saved_seconds(trainer: TrainerProfile, experts_active: int) -> float:
+        job = moe_job(trainer=replace(trainer, layer_launch_seconds=0.0, moe_layer_launch_seconds=0.0))
+        job = replace(job, model=replace(job.model, experts_active=experts_active))
+        times = (layer_time(layer_shape(replace(job, precision=precision)), True) for precision in ("bf16", "fp8"))
+        return sub(*(time.forward + time.backward for time in times))
+
+    assert saved_seconds(MESHWRIGHT_COMPILED, 16) == pytest.approx(saved_seconds(MESHWRIGHT_COMPILED, 1))
+    assert saved_seconds(BRIDGE, 16) > 2 * saved_seconds(BRIDGE, 1)
+
+
+def test_share_of_the_peak_relates_to_the_precision_of_most_flops() -> None:
+    peaks = {}
+    for name, trainer in {"bf16 experts": MESHWRIGHT_COMPILED, "8-bit experts": BRIDGE}.items():
+        job = moe_job(trainer=trainer, precision="fp8")
+        job = replace(job, model=replace(job.model, width=7168, vocab=32768, experts_active=16))
+        peaks[name] = estimate(job).peak_precision
+    assert peaks == {"bf16 experts": "bf16", "8-bit experts": "fp8"}
 
 
 def test_host_time_follows_the_number_of_kernels() -> None:

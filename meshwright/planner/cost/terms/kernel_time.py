@@ -27,6 +27,10 @@ MISALIGNED = {1: 7.0, 2: 2.6, 4: 3.0}
 lengths of the rows of its operands and of its result in memory."""
 
 
+MatmulShape = tuple[int, int, int, int]
+"""rows, columns, inner, count"""
+
+
 @dataclass(frozen=True)
 class KernelRate:
     """The rates that kernels of one precision reach on one device."""
@@ -107,6 +111,33 @@ def weight_gradient_time(rate: KernelRate, rows: int, columns: int, inner: int, 
     of tokens is aligned.
     """
     return matmul_time(rate, columns, inner, rows, groups, transposed=True)
+
+
+@dataclass(frozen=True)
+class LinearTime:
+    """Seconds of products of activations with weights."""
+
+    forward: float
+    input_gradients: float
+    weight_gradients: float
+
+    def __add__(self, other: LinearTime) -> LinearTime:
+        return LinearTime(
+            self.forward + other.forward,
+            self.input_gradients + other.input_gradients,
+            self.weight_gradients + other.weight_gradients,
+        )
+
+
+def linear_time(rate: KernelRate, matmuls: list[MatmulShape], cast_seconds: float = 0.0) -> LinearTime:
+    """Seconds of these products and of their gradients. `cast_seconds` are those per element that is quantized."""
+    elements = sum(count * (m * k + k * n) for m, n, k, count in matmuls)
+    gradient_elements = sum(count * (m * n + n * k) for m, n, k, count in matmuls)
+    return LinearTime(
+        sum(grouped_matmul_time(rate, *matmul) for matmul in matmuls) + cast_seconds * elements,
+        sum(grouped_matmul_time(rate, m, k, n, count) for m, n, k, count in matmuls) + cast_seconds * gradient_elements,
+        sum(weight_gradient_time(rate, *matmul) for matmul in matmuls),
+    )
 
 
 def memory_bound_time(rate: KernelRate, moved_bytes: float, kernels: float = 1) -> float:
