@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from itertools import combinations
+from itertools import combinations, pairwise
 from math import isclose
+from operator import sub
 
 import pytest
 from planned_cases import untrainable_workload
@@ -13,7 +14,12 @@ from meshwright.config import Batch
 from meshwright.planner.calibration.estimator import estimate
 from meshwright.planner.cost.terms.expert_overlap import exposed_all_to_all
 from meshwright.planner.cost.terms.host_time import forward_kernels, host_seconds
-from meshwright.planner.cost.terms.kernel_time import KernelRate, grouped_matmul_time, matmul_time
+from meshwright.planner.cost.terms.kernel_time import (
+    KernelRate,
+    grouped_matmul_time,
+    matmul_time,
+    weight_gradient_time,
+)
 from meshwright.planner.cost.terms.layer_time import layer_shape, layer_time
 from meshwright.planner.cost.trace.activation_messages import ActivationMessages
 from meshwright.planner.hardware.all_to_all import distinct_groups, token_copies
@@ -23,7 +29,8 @@ from meshwright.planner.search.candidate import Candidate, candidate_job
 from meshwright.planner.workload.expert_loads import rank_imbalance
 from meshwright.planner.workload.expert_settings import DUALPIPE, release_of, with_expert_settings
 from meshwright.planner.workload.planned_job import PlannedJob
-from meshwright.planner.workload.trainer_profiles import BRIDGE
+from meshwright.planner.workload.trainer_profile import TrainerProfile
+from meshwright.planner.workload.trainer_profiles import BRIDGE, MESHWRIGHT_COMPILED
 from meshwright.topology.layout import Layout
 
 
@@ -140,6 +147,45 @@ def test_grouped_matmuls_with_few_rows_per_expert_are_slow() -> None:
     assert grouped_matmul_time(rate, 4096, 4096, 4096, 8) < 1.15 * whole
     assert grouped_matmul_time(rate, 128, 4096, 4096, 256) > 1.4 * whole
     assert grouped_matmul_time(rate, 4096, 4096, 4096, 1) == matmul_time(rate, 4096, 4096, 4096)
+
+
+def test_a_number_of_tokens_is_no_length_of_rows_in_memory() -> None:
+    """Weight gradients multiply over tokens, whose rows have the length of features. Only these may be misaligned."""
+    rate = KernelRate(683e12, 4.1e12, 132, 2)
+    aligned = weight_gradient_time(rate, 4096, 14336, 4096, 8)
+    assert weight_gradient_time(rate, 4097, 14336, 4096, 8) == pytest.approx(aligned, rel=1e-3)
+    assert weight_gradient_time(rate, 4096, 14337, 4096, 8) > 2 * aligned
+    assert weight_gradient_time(rate, 4096, 14336, 4097, 8) > 2 * aligned
+
+
+def test_a_layer_takes_longer_with_every_higher_load_of_the_busiest_rank() -> None:
+    """Most of these loads make a number of tokens that no power of two divides."""
+    loads = [1 + step / 20 for step in range(21)]
+    times = [layer_time(layer_shape(moe_job(expert_imbalance=load)), True) for load in loads]
+    assert all(lower.backward <= higher.backward for lower, higher in pairwise(times))
+    assert times[-1].backward < 2 * times[0].backward
+
+
+def test_float8_speeds_experts_up_only_where_the_trainer_quantizes_them() -> None:
+    """Meshwright's float8 layers leave experts and routers in bf16; those of Megatron-Bridge do not."""
+
+    def saved_seconds(trainer: TrainerProfile, experts_active: int) -> float:
+        job = moe_job(trainer=replace(trainer, layer_launch_seconds=0.0, moe_layer_launch_seconds=0.0))
+        job = replace(job, model=replace(job.model, experts_active=experts_active))
+        times = (layer_time(layer_shape(replace(job, precision=precision)), True) for precision in ("bf16", "fp8"))
+        return sub(*(time.forward + time.backward for time in times))
+
+    assert saved_seconds(MESHWRIGHT_COMPILED, 16) == pytest.approx(saved_seconds(MESHWRIGHT_COMPILED, 1))
+    assert saved_seconds(BRIDGE, 16) > 2 * saved_seconds(BRIDGE, 1)
+
+
+def test_share_of_the_peak_relates_to_the_precision_of_most_flops() -> None:
+    peaks = {}
+    for name, trainer in {"bf16 experts": MESHWRIGHT_COMPILED, "8-bit experts": BRIDGE}.items():
+        job = moe_job(trainer=trainer, precision="fp8")
+        job = replace(job, model=replace(job.model, width=7168, vocab=32768, experts_active=16))
+        peaks[name] = estimate(job).peak_precision
+    assert peaks == {"bf16 experts": "bf16", "8-bit experts": "fp8"}
 
 
 def test_host_time_follows_the_number_of_kernels() -> None:

@@ -17,7 +17,13 @@ from meshwright.planner.calibration.estimator import estimate
 from meshwright.planner.cost.peak_memory import activation_settings
 from meshwright.planner.cost.step_flops import step_flops
 from meshwright.planner.cost.terms.activations import kind_activations
-from meshwright.planner.cost.terms.layer_time import feed_forward_matmuls, kind_time, layer_shape, mixer_projections
+from meshwright.planner.cost.terms.layer_time import (
+    expert_matmuls,
+    feed_forward_matmuls,
+    kind_time,
+    layer_shape,
+    mixer_projections,
+)
 from meshwright.planner.cost.terms.recomputation import SELECTIVE
 from meshwright.planner.hardware.cluster import preset_cluster
 from meshwright.planner.workload.huggingface_config import parse_huggingface_config
@@ -45,7 +51,7 @@ def test_matrix_products_of_every_layer_are_those_of_its_active_parameters(name:
     for kind in model.kind_counts:
         products = mixer_projections(model, shape, kind)
         if kind.ffn != "none":
-            products += feed_forward_matmuls(model, shape, kind.ffn == "moe")
+            products += feed_forward_matmuls(model, shape, kind) + expert_matmuls(model, shape, kind)
         flops = sum(2 * rows * columns * inner * count for rows, columns, inner, count in products)
         assert isclose(flops, 2 * shape.tokens * model.active_kind_parameters(kind), rel_tol=0.025), kind
 

@@ -12,7 +12,7 @@ from statistics import median
 import pytest
 from small_run import load_cpu_config
 
-from meshwright.config import derive_batch
+from meshwright.config import config_from_dict, derive_batch
 from meshwright.errors import ConfigError
 from meshwright.planner.calibration.estimator import estimate
 from meshwright.planner.cost.comm_volume import comm_volume
@@ -178,3 +178,33 @@ def test_unknown_schedule_is_an_error_and_has_no_default_bubble() -> None:
     piped = job("--layout.pipeline=4", "--batch.global=16", "--batch.micro=1", "--layout.replicate=1")
     with pytest.raises(ConfigError, match="expected one of gpipe, 1f1b"):
         estimate(replace(piped, schedule="2f2b"))
+
+
+def residual_jobs(model: dict[str, object], micro: int, sequence: int) -> list[PlannedJob]:
+    """A run on one H200 with a residual stream in bf16, and the same in float32."""
+    run = {
+        "model": model,
+        "layout": {"replicate": 1},
+        "batch": {"global": micro, "micro": micro},
+        "data": {"sequence": sequence},
+    }
+    return [
+        PlannedJob.from_config(
+            config_from_dict({**run, "precision": {"residual": residual}}), preset_cluster("h200", 1)
+        )
+        for residual in ("bf16", "fp32")
+    ]
+
+
+def test_float32_residual_stream_costs_what_was_measured() -> None:
+    """4.4 ms per step of a Llama of 1.2B parameters: 257.6 and 253.2 ms in turns on one H200 (docs/speed.md)."""
+    llama = {"vocab": 128256, "width": 2048, "layers": 16, "heads": 32, "kv_heads": 8, "ffn": 8192, "tie": True}
+    bf16, fp32 = (estimate(job).seconds for job in residual_jobs(llama, 4, 4096))
+    assert fp32 - bf16 == pytest.approx(4.4e-3, abs=0.3e-3)
+
+
+def test_float32_residual_stream_costs_a_small_model_no_constant_time() -> None:
+    small = {"vocab": 512, "width": 64, "layers": 2, "heads": 4, "kv_heads": 2, "ffn": 128}
+    bf16, fp32 = (estimate(job) for job in residual_jobs(small, 2, 32))
+    assert fp32.phases["other"] == bf16.phases["other"]
+    assert bf16.seconds <= fp32.seconds < 1.01 * bf16.seconds

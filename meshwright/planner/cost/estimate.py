@@ -123,6 +123,8 @@ class Estimate:
     """FLOPs of a step over all devices: matrix products and the causal half of attention, without recomputation"""
     hardware_flops: float
     """`model_flops` plus the FLOPs of recomputation"""
+    peak_precision: str
+    """the precision of most of `model_flops`, to whose peak MFU and HFU relate"""
     notes: list[str] = field(default_factory=list)
 
     @property
@@ -152,6 +154,6 @@ class Estimate:
 
     @property
     def peak_flops(self) -> float:
-        """The peak FLOP/s of all devices of the job together."""
+        """The peak FLOP/s of all devices of the job together, in the precision of most FLOPs."""
         rates = self.job.cluster.device.peak_flops
-        return rates.get(self.job.precision, rates["bf16"]) * self.job.layout.ranks
+        return rates.get(self.peak_precision, rates["bf16"]) * self.job.layout.ranks

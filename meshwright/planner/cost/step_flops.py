@@ -19,6 +19,8 @@ class StepFlops:
     """forward and backward"""
     recomputed: float
     """what activation checkpointing repeats"""
+    in_job_precision: float
+    """the part of `model` whose matrix products have the precision of the job: all, unless that has 8 bits or fewer"""
 
 
 @singledispatch
@@ -40,4 +42,14 @@ def _(model: Architecture, job: PlannedJob) -> StepFlops:
     if mla is not None and recomputes_latent_projections(job.activation_checkpoint, job.trainer):
         layers = sum(count for kind, count in kinds if kind.has_attention)
         recomputed += 2.0 * tokens * layers * mla.up_projections(model.heads)
-    return StepFlops(matmul_flops + attention_flops, recomputed)
+    total = matmul_flops + attention_flops
+    return StepFlops(total, recomputed, quantized_flops(model, job) if job.is_quantized else total)
+
+
+def quantized_flops(model: Architecture, job: PlannedJob) -> float:
+    """FLOPs of the products with weights of blocks, without those of experts if the trainer keeps them in 16 bits."""
+    active = sum(count * model.active_kind_parameters(kind) for kind, count in model.kind_counts.items())
+    if not job.trainer.quantizes_experts:
+        moe_layers = sum(count for kind, count in model.kind_counts.items() if kind.ffn == "moe")
+        active -= moe_layers * (model.experts_active * model.expert_parameters + model.width * model.experts)
+    return 6.0 * job.tokens_per_step * active

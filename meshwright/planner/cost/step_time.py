@@ -109,6 +109,7 @@ def estimate_step(
         source,
         flops.model,
         flops.model + flops.recomputed,
+        job.precision if 2 * flops.in_job_precision >= flops.model else "bf16",
     )
 
 

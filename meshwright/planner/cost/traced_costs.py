@@ -233,4 +233,4 @@ def _(model: TracedModel, job: PlannedJob) -> StepFlops:
     costs = [spec.before_cost, *(block.cost for block in spec.blocks), spec.after_cost]
     total = sum(cost.flops.of(samples) + cost.backward_flops.of(samples) for cost in costs)
     blocks = sum(block.cost.flops.of(samples) for block in spec.blocks)
-    return StepFlops(total, RECOMPUTED_FORWARD[job.activation_checkpoint] * blocks)
+    return StepFlops(total, RECOMPUTED_FORWARD[job.activation_checkpoint] * blocks, total)

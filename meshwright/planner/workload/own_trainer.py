@@ -11,6 +11,10 @@ from meshwright.planner.workload.trainer_profiles import FUSED_LOSS, MESHWRIGHT,
 from meshwright.topology.layout import Layout
 from meshwright.topology.parameter_shards import uses_ddp, uses_fsdp
 
+BF16_RESIDUAL_TRAFFIC, FP32_RESIDUAL_TRAFFIC = 8, 19
+"""`residual_traffic_bytes` of compiled blocks with bf16 weights, by the dtype of the residual stream. One in
+float32 took 4.4 ms more per step of a Llama of 1.2B parameters on one H200, in turns with bf16 (docs/speed.md)."""
+
 
 def own_trainer(config: RunConfig, layout: Layout, micro_steps: int) -> TrainerProfile:
     """Returns the profile of a run whose settings have their values for the device (`with_device_defaults`)."""
@@ -20,9 +24,11 @@ def own_trainer(config: RunConfig, layout: Layout, micro_steps: int) -> TrainerP
         gradient_bytes = 4 if uses_fsdp(layout) or micro_steps > 1 else 2
         fields |= {"parameter_bytes": 2, "master_bytes": 4, "gradient_bytes": gradient_bytes, "recast_traffic_bytes": 0}
     if config.precision.residual == "bf16":
-        fields |= {"residual_bytes": 0, "stage_output_bytes": 2, "fixed_step_seconds": 2e-3}
+        fields |= {"residual_bytes": 0, "stage_output_bytes": 2}
         if config.compile.enabled:
-            fields |= {"residual_traffic_bytes": 8}
+            fields |= {"residual_traffic_bytes": BF16_RESIDUAL_TRAFFIC}
+    elif config.precision.weights == "bf16" and config.compile.enabled:
+        fields |= {"residual_traffic_bytes": FP32_RESIDUAL_TRAFFIC}
     if config.optimizer.cpu_offload:
         fields |= {"offloads_optimizer": True}
     if config.precision.float8:

@@ -113,6 +113,11 @@ class PlannedJob:
         return self.trainer.offloads_optimizer
 
     @property
+    def is_quantized(self) -> bool:
+        """Whether matmuls of blocks run in 8 bits or fewer, beside others in 16."""
+        return self.precision in ("fp8", "fp4")
+
+    @property
     def tokens_per_step(self) -> int:
         """Tokens per step over all ranks."""
         return self.batch.global_ * self.sequence

@@ -67,6 +67,9 @@ class TrainerProfile:
     """the optimizer state is in host memory, and the host updates the parameters"""
     float8_recipe: Literal["tensorwise", "rowwise", "blockwise"] = "tensorwise"
     """scales of 8-bit matmuls; `quantize_traffic_bytes` is the traffic of tensorwise casts"""
+    quantizes_experts: bool = True
+    """where other matmuls of blocks run in 8 bits or fewer, those of routed experts do, too; else these and their
+    router stay in 16 bits"""
     fused_experts: bool = False
     """the matmuls, the activation and the casts of routed experts are one kernel: their intermediates move less"""
     default_sharding: str = "none"

@@ -43,6 +43,7 @@ MESHWRIGHT = gpu_trainer(
     stage_output_bytes=4,
     fixed_step_seconds=4e-3,
     quantize_traffic_bytes=5.2,
+    quantizes_experts=False,
     context_attention_slowdown=1.25,
 )
 """Fitted to thirteen runs on one H200: GPT-2, Llama-1B and eight layers of Llama-8B, eager and compiled, with and
@@ -56,9 +57,10 @@ MESHWRIGHT_COMPILED = replace(
     ffn_traffic_bytes=4,
     layer_launch_seconds=5e-4,
 )
-FUSED_LOSS = {"loss_chunk_bytes": 2**32, "loss_traffic_bytes": 8}
+FUSED_LOSS = {"loss_chunk_bytes": 2**32, "loss_traffic_bytes": 8, "fixed_step_seconds": 2e-3}
 """What a loss by chunks of tokens changes: the logits are written, turned into their gradient in place, and read.
-Chunks have half as many bytes with activation checkpointing.
+Chunks have half as many bytes with activation checkpointing. The time per step beside kernels is that of the runs with
+this loss in docs/speed.md; the thirteen runs of `MESHWRIGHT` had torch's.
 """
 LOSS_CHUNK_TOKENS = 16_384
 """The most tokens of a chunk."""
@@ -99,10 +101,12 @@ TORCHTITAN_2024 = gpu_trainer(
     context_attention_slowdown=1.5,
     tensor_overlap=0.26,
     quantize_traffic_bytes=9,
+    quantizes_experts=False,
     allocator_slack=0.2,
     kernel_accuracy=0.09,
 )
-"""Eager, as its runs of 2024 were unless they state compile; float8 with tensorwise scales."""
+"""Eager, as its runs of 2024 were unless they state compile; float8 with tensorwise scales, of linear layers: the
+weights of experts are no linear layers, and it quantizes them only on request."""
 TORCHTITAN = replace(TORCHTITAN_2024, name="torchtitan 2025")
 """Fitted fields are those of 2024: no eager run of a later year is published with its memory."""
 TORCH_COMPILE: dict[str, Any] = {"residual_traffic_bytes": 20, "ffn_traffic_bytes": 6, "layer_launch_seconds": 200e-6}

@@ -36,13 +36,14 @@ def forward_kernels(
     quantized: bool = False,
     moe: bool = False,
     scan: bool = False,
+    casts_ffn: bool = True,
 ) -> int:
-    """The kernels of one layer's forward pass."""
+    """The kernels of one layer's forward pass. `casts_ffn`: the feed-forward is quantized if other matmuls are."""
     norms = (2 + 2 * qk_norm) * (1 if fused else 4)
     mixer = (8 if fused else 14) + 2 if scan else (4 if fused else 12)
     matmuls = (1 + gated + 1) if not fused else 2
     feed_forward = matmuls + (1 if fused else 1 + gated)
-    casts = (2 + matmuls) * (1 if fused else 2) if quantized else 0
+    casts = (2 + casts_ffn * matmuls) * (1 if fused else 2) if quantized else 0
     routing = (18 if fused else 30) if moe else 0
     return norms + mixer + feed_forward + (0 if fused else 2) + casts + routing
 

@@ -23,8 +23,12 @@ GROUP_TILE_ROWS = 128
 LAUNCH_GAP = 2.5e-6
 """Seconds between two kernels of a stream."""
 MISALIGNED = {1: 7.0, 2: 2.6, 4: 3.0}
-"""The slowdown of a product whose rows are not aligned to 16 bytes, by the largest power of two that divides its
-sizes."""
+"""The slowdown of a product whose rows are not aligned to 16 bytes, by the largest power of two that divides the
+lengths of the rows of its operands and of its result in memory."""
+
+
+MatmulShape = tuple[int, int, int, int]
+"""rows, columns, inner, count"""
 
 
 @dataclass(frozen=True)
@@ -65,8 +69,13 @@ def interpolate_rate(measured: tuple[MatmulRate, ...], rows: int, columns: int, 
 
 
 @cache
-def matmul_time(rate: KernelRate, rows: int, columns: int, inner: int, count: int = 1) -> float:
-    """Seconds of `count` products of (rows x inner) by (inner x columns) that run as one kernel."""
+def matmul_time(
+    rate: KernelRate, rows: int, columns: int, inner: int, count: int = 1, transposed: bool = False
+) -> float:
+    """Seconds of `count` products of (rows x inner) by (inner x columns) that run as one kernel. `transposed`: the
+    first operand is stored as (inner x rows), as the output gradients are from which a weight gradient is computed, so
+    that the inner dimension is not the length of a row in memory.
+    """
     flops = 2.0 * rows * columns * inner * count
     moved_bytes = rate.element_bytes * count * (rows * inner + inner * columns) + 2 * count * rows * columns
     memory_time = moved_bytes / rate.bandwidth
@@ -81,7 +90,8 @@ def matmul_time(rate: KernelRate, rows: int, columns: int, inner: int, count: in
         waves = ceil(tiles * split_k / rate.multiprocessors)
         work = 2.0 * tile_rows * tile_columns * (inner / split_k + PROLOGUE_DEPTH) * waves * rate.multiprocessors
         best = min(best, work / (rate.flops * efficiency))
-    if slowdown := MISALIGNED.get(min(columns & -columns, inner & -inner)):
+    row_length = rows if transposed else inner
+    if slowdown := MISALIGNED.get(min(columns & -columns, row_length & -row_length)):
         best *= slowdown * rate.misalignment_slowdown
     return max(best, memory_time) + LAUNCH_GAP
 
@@ -93,6 +103,41 @@ def grouped_matmul_time(rate: KernelRate, rows: int, columns: int, inner: int, g
     if groups == 1 or not rate.multiprocessors:
         return matmul_time(rate, rows, columns, inner, groups)
     return matmul_time(rate, rows + GROUP_TILE_ROWS // 2, columns, inner, groups)
+
+
+def weight_gradient_time(rate: KernelRate, rows: int, columns: int, inner: int, groups: int = 1) -> float:
+    """Seconds of the weight gradient of a product of (rows x inner) by (inner x columns). Its operands are the output
+    gradients (rows x columns) and the inputs (rows x inner): rows in memory have the length of features, and any number
+    of tokens is aligned.
+    """
+    return matmul_time(rate, columns, inner, rows, groups, transposed=True)
+
+
+@dataclass(frozen=True)
+class LinearTime:
+    """Seconds of products of activations with weights."""
+
+    forward: float
+    input_gradients: float
+    weight_gradients: float
+
+    def __add__(self, other: LinearTime) -> LinearTime:
+        return LinearTime(
+            self.forward + other.forward,
+            self.input_gradients + other.input_gradients,
+            self.weight_gradients + other.weight_gradients,
+        )
+
+
+def linear_time(rate: KernelRate, matmuls: list[MatmulShape], cast_seconds: float = 0.0) -> LinearTime:
+    """Seconds of these products and of their gradients. `cast_seconds` are those per element that is quantized."""
+    elements = sum(count * (m * k + k * n) for m, n, k, count in matmuls)
+    gradient_elements = sum(count * (m * n + n * k) for m, n, k, count in matmuls)
+    return LinearTime(
+        sum(grouped_matmul_time(rate, *matmul) for matmul in matmuls) + cast_seconds * elements,
+        sum(grouped_matmul_time(rate, m, k, n, count) for m, n, k, count in matmuls) + cast_seconds * gradient_elements,
+        sum(weight_gradient_time(rate, *matmul) for matmul in matmuls),
+    )
 
 
 def memory_bound_time(rate: KernelRate, moved_bytes: float, kernels: float = 1) -> float:

@@ -20,10 +20,12 @@ from meshwright.planner.cost.terms.float8_recipe import FLOAT8_RECIPES
 from meshwright.planner.cost.terms.host_time import HOST_SPEEDS, forward_kernels, host_seconds
 from meshwright.planner.cost.terms.kernel_time import (
     KernelRate,
-    grouped_matmul_time,
+    MatmulShape,
     kernel_rate,
+    linear_time,
     matmul_time,
     memory_bound_time,
+    weight_gradient_time,
 )
 from meshwright.planner.cost.terms.recomputation import recomputed_parts, recomputes_latent_projections
 from meshwright.planner.workload.planned_job import PlannedJob
@@ -64,9 +66,6 @@ BACKWARD_LAUNCHES = 1.4
 CHUNK_QUERIES = 128
 """Queries of a chunk of Meshwright's attention with capped scores."""
 
-MatmulShape = tuple[int, int, int, int]
-"""rows, columns, inner, count"""
-
 
 @dataclass(frozen=True)
 class LayerShape:
@@ -82,7 +81,7 @@ class LayerShape:
     expert: int
     activation_checkpoint: str
     linear_rate: KernelRate
-    """the rates of matrix products with weights"""
+    """the rates of matrix products with weights, except those that the trainer keeps in 16 bits"""
     rate: KernelRate
     """the rates of all other kernels"""
     quantized: bool
@@ -98,7 +97,7 @@ class LayerShape:
 
 
 def layer_shape(job: PlannedJob) -> LayerShape:
-    quantized = job.precision in ("fp8", "fp4")
+    quantized = job.is_quantized
     rate = kernel_rate(job.cluster.device, "bf16" if quantized else job.precision, job.trainer)
     linear_rate = rate
     if quantized:
@@ -167,22 +166,26 @@ def mixer_projections(model: Architecture, shape: LayerShape, kind: BlockKind) -
     return []
 
 
-def feed_forward_matmuls(model: Architecture, shape: LayerShape, moe: bool) -> list[MatmulShape]:
-    tensor, tokens = shape.tensor, shape.tokens
-    up = model.ffn_matrices - 1
-    if not moe:
-        return [(tokens, up * model.ffn // tensor, model.width, 1), (tokens, model.width, model.ffn // tensor, 1)]
+def feed_forward_matmuls(model: Architecture, shape: LayerShape, kind: BlockKind) -> list[MatmulShape]:
+    """The matrix products of a dense feed-forward, or of the shared experts."""
+    ffn = {"dense": model.ffn, "moe": model.shared_ffn, "none": 0}[kind.ffn]
+    up, tensor = model.ffn_matrices - 1, shape.tensor
+    if not ffn:
+        return []
+    return [(shape.tokens, up * ffn // tensor, model.width, 1), (shape.tokens, model.width, ffn // tensor, 1)]
+
+
+def expert_matmuls(model: Architecture, shape: LayerShape, kind: BlockKind) -> list[MatmulShape]:
+    """The matrix products of a router and of the routed experts."""
+    if kind.ffn != "moe":
+        return []
     local_experts = max(1, model.experts // shape.expert)
     rows = max(1, routed_tokens(shape) // local_experts)
-    matmuls = [(tokens, model.experts, model.width, 1)]
-    matmuls += [
-        (rows, up * model.expert_ffn, model.width, local_experts),
+    return [
+        (shape.tokens, model.experts, model.width, 1),
+        (rows, (model.ffn_matrices - 1) * model.expert_ffn, model.width, local_experts),
         (rows, model.width, model.expert_ffn, local_experts),
     ]
-    if model.shared_ffn:
-        inner = model.shared_ffn // tensor
-        matmuls += [(tokens, up * inner, model.width, 1), (tokens, model.width, inner, 1)]
-    return matmuls
 
 
 def routed_tokens(shape: LayerShape) -> int:
@@ -233,19 +236,15 @@ def _(model: Architecture, shape: LayerShape, moe: bool) -> LayerTime:
 
 def kind_time(model: Architecture, shape: LayerShape, kind: BlockKind) -> LayerTime:
     """The time of one block of a kind."""
-    trainer, moe = shape.trainer, kind.ffn == "moe"
+    trainer = shape.trainer
     projections = mixer_projections(model, shape, kind)
-    matmuls = projections + (feed_forward_matmuls(model, shape, moe) if kind.ffn != "none" else [])
-    linear = sum(grouped_matmul_time(shape.linear_rate, *matmul) for matmul in matmuls)
-    input_gradients = sum(grouped_matmul_time(shape.linear_rate, m, k, n, count) for m, n, k, count in matmuls)
-    weight_gradients = sum(matmul_time(shape.linear_rate, n, k, m, count) for m, n, k, count in matmuls)
-    bandwidth = shape.rate.bandwidth
-    if shape.quantized:
-        elements = sum(count * (m * k + k * n) for m, n, k, count in matmuls)
-        gradient_elements = sum(count * (m * n + n * k) for m, n, k, count in matmuls)
-        cast_bytes = trainer.quantize_traffic_bytes * FLOAT8_RECIPES[trainer.float8_recipe].cast_traffic
-        linear += cast_bytes * elements / bandwidth
-        input_gradients += cast_bytes * gradient_elements / bandwidth
+    dense, experts = feed_forward_matmuls(model, shape, kind), expert_matmuls(model, shape, kind)
+    matmuls = projections + experts + dense
+    if shape.quantized and not trainer.quantizes_experts:
+        quantized = linear_time(shape.linear_rate, projections + dense, cast_seconds(shape))
+        linear = quantized + linear_time(shape.rate, experts)
+    else:
+        linear = linear_time(shape.linear_rate, matmuls, cast_seconds(shape))
     attention, attention_backward = mixer_time(model, shape, kind)
     weights = sum(count * n * k for _, n, k, count in matmuls)
     moved_bytes = pointwise_bytes(model, shape, kind) + trainer.recast_traffic_bytes * weights
@@ -253,12 +252,12 @@ def kind_time(model: Architecture, shape: LayerShape, kind: BlockKind) -> LayerT
     pointwise_backward = memory_bound_time(shape.rate, 2 * moved_bytes, 7 * kind.sublayers)
     launch = launch_time(model, shape, kind)
     gap = trainer.host_gap_seconds
-    compute = linear + attention + pointwise
+    compute = linear.forward + attention + pointwise
     forward = with_launches(shape, compute, launch) + gap
-    gradients = input_gradients + weight_gradients + attention_backward + pointwise_backward
+    gradients = linear.input_gradients + linear.weight_gradients + attention_backward + pointwise_backward
     backward = with_launches(shape, gradients, BACKWARD_LAUNCHES * launch) + gap
     mode, repeated = shape.activation_checkpoint, recomputed_parts(shape.activation_checkpoint, trainer)
-    recompute = repeated.matmuls * (forward if mode in ("alternate", "full") else linear)
+    recompute = repeated.matmuls * (forward if mode in ("alternate", "full") else linear.forward)
     if mode == "selective":
         recompute += repeated.mixer * attention + selective_pointwise(model, shape, kind, moved_bytes, pointwise)
     mla = model.latent_attention
@@ -268,7 +267,15 @@ def kind_time(model: Architecture, shape: LayerShape, kind: BlockKind) -> LayerT
     idle = (
         (0.0, 0.0) if shape.on_cpu else (max(0.0, launch - compute), max(0.0, BACKWARD_LAUNCHES * launch - gradients))
     )
-    return LayerTime(forward, backward, weight_gradients, recompute, attention, *idle)
+    return LayerTime(forward, backward, linear.weight_gradients, recompute, attention, *idle)
+
+
+def cast_seconds(shape: LayerShape) -> float:
+    """Seconds per element that is quantized for a matrix product."""
+    if not shape.quantized:
+        return 0.0
+    traffic = shape.trainer.quantize_traffic_bytes * FLOAT8_RECIPES[shape.trainer.float8_recipe].cast_traffic
+    return traffic / shape.rate.bandwidth
 
 
 def selective_pointwise(
@@ -289,7 +296,10 @@ def launch_time(model: Architecture, shape: LayerShape, kind: BlockKind) -> floa
     reference = trainer.moe_layer_launch_seconds if moe else trainer.layer_launch_seconds
     if shape.launch_seconds:
         reference *= shape.launch_seconds / REFERENCE_LAUNCH
-    kernels = forward_kernels(trainer.fused_kernels, model.gated, model.qk_norm, shape.quantized, moe, kind.has_scan)
+    casts_ffn = not moe or trainer.quantizes_experts or model.shared_ffn > 0
+    kernels = forward_kernels(
+        trainer.fused_kernels, model.gated, model.qk_norm, shape.quantized, moe, kind.has_scan, casts_ffn
+    )
     reference_kernels = forward_kernels(trainer.fused_kernels, moe=moe)
     seconds = host_seconds(reference, kernels, reference_kernels, trainer.graphed_kernels, shape.host_speed)
     return seconds * kind.sublayers / 2
@@ -381,7 +391,7 @@ def _(model: Architecture, shape: LayerShape) -> LayerTime:
     tokens, width = shape.tokens, model.width
     vocab = -(-model.vocab // shape.tensor // 8) * 8
     projection = matmul_time(shape.rate, tokens, vocab, width)
-    weight_gradient = matmul_time(shape.rate, vocab, width, tokens)
+    weight_gradient = weight_gradient_time(shape.rate, tokens, vocab, width)
     loss = shape.trainer.loss_traffic_bytes * tokens * vocab / shape.rate.bandwidth
     backward = matmul_time(shape.rate, tokens, width, vocab) + weight_gradient + 0.6 * loss
     return LayerTime(projection + 0.4 * loss, backward, weight_gradient)
