@@ -120,13 +120,14 @@ def plan_run(
     """Plans a workload on so many devices of a cluster."""
     from meshwright.planner.hardware.resolve_cluster import resolve_cluster, with_whole_nodes
     from meshwright.planner.search.plan_result import make_plan
+    from meshwright.planner.search.run_cost import MAX_PRICE, MAX_TOKENS
 
-    if critical_batch is not None and not 0 < critical_batch < float("inf"):
-        raise ConfigError(f"critical batch {critical_batch} is out of range", "expected a number of tokens above 0")
+    if critical_batch is not None and not 1 <= critical_batch <= MAX_TOKENS:
+        raise ConfigError(f"critical batch {critical_batch} is out of range", f"expected 1 to {MAX_TOKENS:g} tokens")
     if critical_batch is not None and not scale:
         raise ConfigError("a critical batch is given without scaling", "try it with --scale (scale=True)")
-    if price is not None and not 0 <= price < float("inf"):
-        raise ConfigError(f"price {price} is out of range", "expected the price of a GPU-hour")
+    if price is not None and not 0 <= price <= MAX_PRICE:
+        raise ConfigError(f"price {price} is out of range", f"expected a price of a GPU-hour, up to {MAX_PRICE:g}")
     if price is not None and tokens is None:
         raise ConfigError("a price is given without a token budget", "expected the tokens of the training run, too")
     devices = resolve_cluster(cluster)

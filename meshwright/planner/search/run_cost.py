@@ -9,6 +9,8 @@ from meshwright.planner.cost.estimate import Estimate
 
 SUFFIXES = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 MAX_TOKENS = 1e18
+MAX_PRICE = 1e9
+"""Limit of the price of a GPU-hour: the cost of every token budget is finite."""
 
 
 @dataclass(frozen=True)
