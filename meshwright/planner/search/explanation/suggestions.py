@@ -18,7 +18,7 @@ from meshwright.planner.search.search_space import SearchSpace, divisors
 from meshwright.planner.workload.workload import Workload, count_samples
 
 DEGREE_KEYS = ("layout.tensor", "layout.pipeline", "layout.context", "layout.expert")
-MAX_DEVICE_FACTOR = 4096
+MAX_DEVICE_FACTOR = 256
 """The largest multiple of the cluster's devices that is tried."""
 
 
