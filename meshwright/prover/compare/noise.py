@@ -58,7 +58,7 @@ class Tolerances:
             of_all_steps[place] = largest(of_all_steps.get(place), values)
         tolerances = cls(precision)
         for quantity, values in noise.items():
-            if precision != "fp64" and any(values):
+            if precision != "fp64" and values[0] > 0:
                 values = of_all_steps[quantity.kind, quantity.name]
             others = typical[quantity.kind, quantity.step]
             errors, factors = zip(*others, strict=True)
