@@ -62,7 +62,7 @@ class Tolerances:
             margin, typical_noise = MARGIN[precision], max if common else median
             is_squared = quantity.kind == "moments" and quantity.name.endswith(SECOND_MOMENTS)
             floor = MIN_NOISE[precision] * (2 if is_squared else 1)
-            if precision != "fp64" and any(values):
+            if precision != "fp64" and values[0] > 0:
                 of_steps = zip(*over_steps[quantity.kind, quantity.name], strict=True)
                 error, factor = (max(own, median(others)) for own, others in zip(values, of_steps, strict=True))
             else:
