@@ -138,7 +138,7 @@ def proof_config(case: str) -> RunConfig:
             options.append("--context.method=all-to-all")
         elif name in OPTIONS:
             options.append(f"--{OPTIONS[name]}={setting.partition('=')[2]}")
-        elif name in ("tie", "ffn", "router_aux_loss") or name.startswith("experts"):
+        elif name in ("tie", "ffn", "router_aux_loss", "capacity_factor") or name.startswith("experts"):
             options.append(f"--model.{setting}" if "=" in setting else "--model.tie=true")
         elif name != "layers":
             options.append(f"--layout.{setting}")
