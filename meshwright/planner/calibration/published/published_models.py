@@ -36,7 +36,7 @@ ATTENTION: Mapping[str, str] = {
 """How a run's name of its attention begins -> the attention."""
 MAX_SIZE_RATIO = 4 / 3
 """The sizes of a model contradict its stated number of parameters if the numbers differ by more than this factor.
-Published ones differ by up to 17 %: learned positions of long sequences are not among the sizes."""
+Published ones differ by a factor of up to 1.2: learned positions of long sequences are not among the sizes."""
 
 
 @dataclass(frozen=True)
