@@ -18,7 +18,7 @@ venv: .venv/.run
 
 .venv/.run: pyproject.toml constraints.txt
 	@test -x $(BIN)/python || (echo "creating .venv"; $(PYTHON) -m venv .venv)
-	@$(PIP) --editable '.[practice]'
+	@$(PIP) --editable '.[train]' --editable ./practice
 	@touch $@
 
 .venv/.dev: .venv/.run
@@ -62,7 +62,7 @@ test-all: .venv/.dev
 
 # Runs under SLURM, Ray and torchrun on this machine, one after the other. What is not installed is skipped, and said.
 test-engines: .venv/.engines
-	$(BIN)/python -m pytest tests/engines -rs $(PYTEST_ARGS)
+	$(BIN)/python -m pytest tests/ops/engines -rs $(PYTEST_ARGS)
 
 # Builds the wheel, installs it into an empty environment outside the checkout, and uses it there.
 test-wheel: .venv/.dev

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader
 
 from benchmarks.peer_components import READ_LOSS_EVERY, RunSteps, lr_multiplier, make_adamw, make_loader
-from meshwright.models.init import build_model
-from meshwright.parallel.world import World
-from meshwright.trainer.job import Job
+from meshwright.core.models.init import build_model
+from meshwright.core.parallel.world import World
+from meshwright.core.trainer.job import Job
 
 ComputeLoss = Callable[[nn.Module, Any], Tensor]
 """(model, batch) -> the mean loss of the rank's batch."""

@@ -32,14 +32,14 @@ from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
 from benchmarks.peer_components import make_adamw
 from benchmarks.throughput import ratio_statistics
-from meshwright.checkpoint.listing import RunLineage
-from meshwright.checkpoint.restore import restore
-from meshwright.checkpoint.saver import CheckpointMetadata, CheckpointSaver
-from meshwright.config import CheckpointConfig, ModelConfig, OptimizerConfig
-from meshwright.launch.ranks import run_ranks
-from meshwright.models.init import build_model
-from meshwright.parallel.world import World
-from meshwright.store.posix import PosixStore
+from meshwright.base.checkpoint.listing import RunLineage
+from meshwright.base.config import CheckpointConfig, ModelConfig, OptimizerConfig
+from meshwright.base.store.posix import PosixStore
+from meshwright.core.checkpoint.restore import restore
+from meshwright.core.checkpoint.saver import CheckpointMetadata, CheckpointSaver
+from meshwright.core.launch.ranks import run_ranks
+from meshwright.core.models.init import build_model
+from meshwright.core.parallel.world import World
 
 MODEL = ModelConfig(vocab=4096, width=512, layers=3, heads=8, kv_heads=4, ffn=1408, tie=True)
 ROUNDS = {1: {"save": 16, "load": 24}, 2: {"save": 12, "load": 16}}

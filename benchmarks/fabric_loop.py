@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 
 from benchmarks.peer_components import READ_LOSS_EVERY, RunSteps, lr_multiplier, make_adamw, make_loader
-from meshwright.models.init import build_model
-from meshwright.parallel.world import World
-from meshwright.trainer.job import Job
+from meshwright.core.models.init import build_model
+from meshwright.core.parallel.world import World
+from meshwright.core.trainer.job import Job
 
 
 def make_loop(job: Job, world: World) -> RunSteps:

@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 
-from meshwright.config import load_config
-from meshwright.launch.job import make_job
-from meshwright.parallel.world import World
-from meshwright.telemetry.heartbeat import Heartbeat
-from meshwright.telemetry.run_folder import RunFolder
-from meshwright.trainer.loop import Training
+from meshwright.base.config import load_config
+from meshwright.base.records.heartbeat import Heartbeat
+from meshwright.base.records.run_folder import RunFolder
+from meshwright.core.launch.job import make_job
+from meshwright.core.parallel.world import World
+from meshwright.core.trainer.loop import Training
 
 LAST_STEPS = 20
 SETTINGS = (

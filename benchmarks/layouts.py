@@ -27,11 +27,11 @@ from benchmarks.throughput import (
     settings,
 )
 from benchmarks.torch_layout_loops import RANKS, LoopInputs
-from meshwright.config import BatchConfig, LayoutConfig, ModelConfig
-from meshwright.data.sample_lookup import build_stream
-from meshwright.models.init import build_model
-from meshwright.parallel.world import World
-from meshwright.trainer.job import Job
+from meshwright.base.config import BatchConfig, LayoutConfig, ModelConfig
+from meshwright.core.data.sample_lookup import build_stream
+from meshwright.core.models.init import build_model
+from meshwright.core.parallel.world import World
+from meshwright.core.trainer.job import Job
 
 MODEL = ModelConfig(vocab=1024, width=192, layers=4, heads=6, kv_heads=2, ffn=512)
 SEQUENCE = 128

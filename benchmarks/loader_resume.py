@@ -8,10 +8,10 @@ from collections.abc import Callable
 from typing import Any
 
 from benchmarks.peer_components import SampleDataset
-from meshwright.config import Batch, RunConfig
-from meshwright.data.loader import Loader
-from meshwright.data.source import ConcatenatedSource, SyntheticSource
-from meshwright.data.stream import Stream
+from meshwright.base.config import Batch, RunConfig
+from meshwright.core.data.loader import Loader
+from meshwright.core.data.source import ConcatenatedSource, SyntheticSource
+from meshwright.core.data.stream import Stream
 
 SMALL, LARGE = 10**6, 10**12
 STEPS = (0, 10**8)

@@ -17,9 +17,9 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from meshwright.checkpoint.format.canonical import canonical_digest, recorded_digest, serialize
-from meshwright.checkpoint.format.index import CheckpointIndex
-from meshwright.checkpoint.format.manifest_parts import (
+from meshwright.base.checkpoint.format.canonical import canonical_digest, recorded_digest, serialize
+from meshwright.base.checkpoint.format.index import CheckpointIndex
+from meshwright.base.checkpoint.format.manifest_parts import (
     FileRecord,
     ManifestPart,
     RecordedPart,
@@ -27,7 +27,7 @@ from meshwright.checkpoint.format.manifest_parts import (
     part_file,
     shard_file,
 )
-from meshwright.checkpoint.format.regions import (
+from meshwright.base.checkpoint.format.regions import (
     Integers,
     RegionTable,
     TensorRecord,
@@ -36,9 +36,9 @@ from meshwright.checkpoint.format.regions import (
     checksum,
     validate_coverage,
 )
-from meshwright.checkpoint.listing import CheckpointEntry, checkpoint_folder, list_published
-from meshwright.checkpoint.manifest import MANIFEST_FILE, Manifest
-from meshwright.store.posix import PosixStore
+from meshwright.base.checkpoint.listing import CheckpointEntry, checkpoint_folder, list_published
+from meshwright.base.checkpoint.manifest import MANIFEST_FILE, Manifest
+from meshwright.base.store.posix import PosixStore
 
 RANKS = (1024, 4096)
 TENSORS = 300

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from benchmarks.peer_components import RunSteps
-from meshwright.parallel.world import World
-from meshwright.trainer.job import Job
-from meshwright.trainer.loop import Training
+from meshwright.core.parallel.world import World
+from meshwright.core.trainer.job import Job
+from meshwright.core.trainer.loop import Training
 
 
 def make_loop(job: Job, world: World) -> RunSteps:

@@ -23,11 +23,11 @@ import torch.distributed.checkpoint as dcp
 
 from benchmarks.checkpoint import LINEAGE, barrier, make_state, metadata, ratio_of_seconds, slowest_rank
 from benchmarks.s3_server import BUCKET, environment, missing_packages, s3_server
-from meshwright.checkpoint.saver import CheckpointSaver
-from meshwright.config import CheckpointConfig
-from meshwright.launch.ranks import run_ranks
-from meshwright.parallel.world import World
-from meshwright.store.object_store import ObjectStore
+from meshwright.base.config import CheckpointConfig
+from meshwright.base.store.object_store import ObjectStore
+from meshwright.core.checkpoint.saver import CheckpointSaver
+from meshwright.core.launch.ranks import run_ranks
+from meshwright.core.parallel.world import World
 
 ROUNDS = {1: 8, 2: 8}
 """The number of rounds after a first one that is not counted, by the number of ranks."""

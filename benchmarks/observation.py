@@ -15,12 +15,12 @@ from statistics import median
 from typing import Any
 
 from benchmarks.step_bytes import run_training
-from meshwright.config import load_config
-from meshwright.telemetry.collective_waits import WaitTimer
-from meshwright.telemetry.heartbeat import Heartbeat
-from meshwright.telemetry.step_clock import StepClock
-from meshwright.trainer.loop import Training
-from meshwright.trainer.records.step_recorder import StepRecorder
+from meshwright.base.config import load_config
+from meshwright.base.records.heartbeat import Heartbeat
+from meshwright.core.telemetry.collective_waits import WaitTimer
+from meshwright.core.telemetry.step_clock import StepClock
+from meshwright.core.trainer.loop import Training
+from meshwright.core.trainer.records.step_recorder import StepRecorder
 
 MAX_SHARE = 0.01
 RANKS = 2

@@ -13,13 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meshwright.config import RunConfig, load_config
-from meshwright.data.file_sources import open_sources
-from meshwright.data.sample_lookup import build_stream
-from meshwright.models.init import build_model
-from meshwright.models.registry import run_spec
-from meshwright.optim.build import build_optimizer
-from meshwright.optim.schedule import learning_rate
+from meshwright.base.config import RunConfig, load_config
+from meshwright.base.models.registry import run_spec
+from meshwright.core.data.file_sources import open_sources
+from meshwright.core.data.sample_lookup import build_stream
+from meshwright.core.models.init import build_model
+from meshwright.core.optim.build import build_optimizer
+from meshwright.core.optim.schedule import learning_rate
 
 KINDS = ("adamw", "muon")
 RATES = (1e-3, 2e-3, 4e-3, 8e-3, 16e-3)

@@ -21,7 +21,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.models.layers.attention import CoreAttention
+from meshwright.core.models.layers.attention import CoreAttention
 
 HEADS, KEY_HEADS, SIZE = 32, 8, 128
 MEAN_DOCUMENT = 700

@@ -8,10 +8,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, Sampler
 
-from meshwright.config import OptimizerConfig
-from meshwright.data.source import Source
-from meshwright.optim.schedule import learning_rate
-from meshwright.trainer.job import Job
+from meshwright.base.config import OptimizerConfig
+from meshwright.core.data.source import Source
+from meshwright.core.optim.schedule import learning_rate
+from meshwright.core.trainer.job import Job
 
 READ_LOSS_EVERY = 10
 """Steps between two reads of the loss, as in a typical loop that logs it."""

@@ -28,20 +28,20 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.throughput import ratio_statistics
-from meshwright.api.snapshot_keeper import PREFIX, SHARED_MEMORY
-from meshwright.channel import SECRET_VARIABLE, Connection, Listener, read_secret
-from meshwright.config import load_config
-from meshwright.launch.job import make_job
-from meshwright.launch.ranks import run_ranks
-from meshwright.launch.scratch_folder import ScratchFolder
-from meshwright.parallel.world import World
-from meshwright.store.memory.keeper import SnapshotKeeper
-from meshwright.store.memory.session import KeeperSession, decode_hello
-from meshwright.telemetry.events import EventFollower, read_events
-from meshwright.telemetry.run_folder import RunFolder
-from meshwright.topology.placement import HostPlacement
-from meshwright.trainer.job import Job
-from meshwright.trainer.loop import Training
+from meshwright.base.config import load_config
+from meshwright.base.records.events import EventFollower, read_events
+from meshwright.base.records.run_folder import RunFolder
+from meshwright.base.scratch_folder import ScratchFolder
+from meshwright.base.topology.placement import HostPlacement
+from meshwright.core.api.snapshot_keeper import PREFIX, SHARED_MEMORY
+from meshwright.core.channel import SECRET_VARIABLE, Connection, Listener, read_secret
+from meshwright.core.launch.job import make_job
+from meshwright.core.launch.ranks import run_ranks
+from meshwright.core.parallel.world import World
+from meshwright.core.store.memory.keeper import SnapshotKeeper
+from meshwright.core.store.memory.session import KeeperSession, decode_hello
+from meshwright.core.trainer.job import Job
+from meshwright.core.trainer.loop import Training
 
 EVERY = 5
 """Steps between snapshots."""

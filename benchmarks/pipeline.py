@@ -12,11 +12,11 @@ from statistics import median
 from typing import Any
 
 from benchmarks.step_bytes import count_third_step, run_training
-from meshwright.config import load_config
-from meshwright.topology.schedule_timeline import build_timeline
-from meshwright.topology.schedules import SCHEDULES
-from meshwright.trainer.loop import Training
-from meshwright.trainer.records.step_recorder import idle_fraction
+from meshwright.base.config import load_config
+from meshwright.base.topology.schedule_timeline import build_timeline
+from meshwright.base.topology.schedules import SCHEDULES
+from meshwright.core.trainer.loop import Training
+from meshwright.core.trainer.records.step_recorder import idle_fraction
 
 SHAPE = ["--model.width=64", "--model.layers=8", "--model.ffn=176", "--model.vocab=64", "--data.sequence=16"]
 STEPS = 12

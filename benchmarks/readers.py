@@ -21,8 +21,8 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from meshwright.telemetry.events import read_events
-from meshwright.telemetry.run_folder import RunFolder
+from meshwright.base.records.events import read_events
+from meshwright.base.records.run_folder import RunFolder
 
 READERS = 200
 SLOW_READERS = 50

@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.throughput import ratio_statistics
-from meshwright.telemetry.events import Event, EventFollower
-from meshwright.telemetry.heartbeat import HeartbeatReading, process_start, read_heartbeat
-from meshwright.telemetry.run_folder import RunFolder
+from meshwright.base.records.events import Event, EventFollower
+from meshwright.base.records.heartbeat import HeartbeatReading, process_start, read_heartbeat
+from meshwright.base.records.run_folder import RunFolder
 
 RANKS = 2
 ROUNDS = 5

@@ -8,10 +8,10 @@ from collections import Counter
 from pathlib import Path
 from typing import Any
 
-from meshwright.config import RunConfig, load_config
-from meshwright.config.device_defaults import with_device_defaults
-from meshwright.telemetry.events import read_events
-from meshwright.telemetry.run_folder import RunFolder
+from meshwright.base.config import RunConfig, load_config
+from meshwright.base.config.device_defaults import with_device_defaults
+from meshwright.base.records.events import read_events
+from meshwright.base.records.run_folder import RunFolder
 
 EXAMPLE = Path(__file__).parent.parent / "examples" / "rl.toml"
 LAST_SHARE = 0.2

@@ -13,8 +13,8 @@ from torch.utils.data import DistributedSampler
 
 from benchmarks import loader_resume
 from benchmarks.loader_resume import BATCH, LARGE, SMALL, make_stream, timed
-from meshwright.data.permutation import Positions
-from meshwright.data.stream import Stream
+from meshwright.core.data.permutation import Positions
+from meshwright.core.data.stream import Stream
 
 WORST_LENGTH = 2**39 * 100 // 99 + 2
 """A length just above a power of two after the holdout: the worst case of a permutation over bits."""

@@ -16,11 +16,11 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from benchmarks.throughput import ratio_statistics
-from meshwright.config import ModelConfig
-from meshwright.generate.generation import generate
-from meshwright.generate.settings import SamplingConfig
-from meshwright.models.init import build_model
-from meshwright.models.registry import model_spec, stored_parameters, write_huggingface_config
+from meshwright.base.config import ModelConfig
+from meshwright.base.models.registry import model_spec, stored_parameters, write_huggingface_config
+from meshwright.core.generate.generation import generate
+from meshwright.core.generate.settings import SamplingConfig
+from meshwright.core.models.init import build_model
 
 MODEL = ModelConfig(vocab=8192, width=512, layers=8, heads=8, kv_heads=4, ffn=1408)
 BATCHES = (1, 8)

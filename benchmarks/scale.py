@@ -11,9 +11,9 @@ import time
 from functools import cache
 from typing import Any
 
-from meshwright.recover.checkpoint_interval import best_checkpoint_interval, goodput
-from meshwright.simulator.hosts.recovery_times import LEADS, LOST, RecoveryTimes, measure_recovery
-from meshwright.simulator.hosts.scenario import Scenario
+from meshwright.core.recover.checkpoint_interval import best_checkpoint_interval, goodput
+from tests.simulated_hosts.recovery_times import LEADS, LOST, RecoveryTimes, measure_recovery
+from tests.simulated_hosts.scenario import Scenario
 
 RANKS_PER_HOST = 8
 RANKS = (8, 64, 1024, 9600, 16384)

@@ -14,19 +14,19 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from meshwright.models.architecture import Architecture
+from meshwright.base.hardware.resolve_cluster import resolve_cluster
+from meshwright.base.models.architecture import Architecture
+from meshwright.base.topology.layout import Layout
 from meshwright.planner.calibration.estimator import estimate
 from meshwright.planner.calibration.published.published_models import parse_model
 from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.describe import describe_plan
-from meshwright.planner.hardware.resolve_cluster import resolve_cluster
 from meshwright.planner.search.candidate import Candidate, candidate_job
 from meshwright.planner.search.cost_cache import CostCache
 from meshwright.planner.search.search import search
 from meshwright.planner.search.trainer_rules import mfu_with_masked_scores
 from meshwright.planner.workload.workload import Workload
 from meshwright.planner.workload.workload_args import build_workload, for_trainer
-from meshwright.topology.layout import Layout
 
 TOLERANCE = 0.1
 GPT = {"gated": False, "tied": True, "vocab": 50368}

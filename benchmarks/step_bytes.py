@@ -8,15 +8,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TypeVar
 
-from meshwright.config import EvalConfig, RunConfig
-from meshwright.launch.job import make_job
-from meshwright.launch.ranks import run_ranks
-from meshwright.parallel.world import World
-from meshwright.telemetry.run_folder import RunFolder
-from meshwright.topology.layout import Layout
-from meshwright.trainer.job import Job
-from meshwright.trainer.loop import Training
-from meshwright.trainer.records.step_counters import StepCounters, count_step
+from meshwright.base.config import EvalConfig, RunConfig
+from meshwright.base.records.run_folder import RunFolder
+from meshwright.base.topology.layout import Layout
+from meshwright.core.launch.job import make_job
+from meshwright.core.launch.ranks import run_ranks
+from meshwright.core.parallel.world import World
+from meshwright.core.trainer.job import Job
+from meshwright.core.trainer.loop import Training
+from meshwright.core.trainer.records.step_counters import StepCounters, count_step
 
 T = TypeVar("T")
 

@@ -28,12 +28,12 @@ import torch.distributed as dist
 
 from benchmarks import accelerate_loop, fabric_loop, meshwright_loop, torch_ddp_loop
 from benchmarks.peer_components import READ_LOSS_EVERY, RunSteps
-from meshwright.config import BatchConfig, EvalConfig, ModelConfig, RunConfig, load_config
-from meshwright.launch.job import make_job
-from meshwright.launch.ranks import run_ranks
-from meshwright.parallel.world import World
-from meshwright.telemetry.run_folder import RunFolder
-from meshwright.trainer.job import Job
+from meshwright.base.config import BatchConfig, EvalConfig, ModelConfig, RunConfig, load_config
+from meshwright.base.records.run_folder import RunFolder
+from meshwright.core.launch.job import make_job
+from meshwright.core.launch.ranks import run_ranks
+from meshwright.core.parallel.world import World
+from meshwright.core.trainer.job import Job
 
 MakeLoop = Callable[[Job, World], RunSteps]
 Rounds = dict[str, list[float]]

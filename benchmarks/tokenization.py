@@ -112,7 +112,7 @@ def run_process(loop: str, folder: Path, out: Path) -> dict[str, Any]:
 
 
 def run_meshwright(folder: Path, out: Path) -> tuple[float, int]:
-    from meshwright.data.prepare.command import prepare_folder
+    from meshwright.core.data.prepare.command import prepare_folder
 
     inputs, tokenizer = [str(folder / "corpus")], str(folder / "tokenizer.json")
     start = time.monotonic()

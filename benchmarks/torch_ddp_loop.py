@@ -7,9 +7,9 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DistributedSampler
 
 from benchmarks.peer_components import READ_LOSS_EVERY, RunSteps, SampleDataset, lr_multiplier, make_adamw, make_loader
-from meshwright.models.init import build_model
-from meshwright.parallel.world import World
-from meshwright.trainer.job import Job
+from meshwright.core.models.init import build_model
+from meshwright.core.parallel.world import World
+from meshwright.core.trainer.job import Job
 
 
 def make_loop(job: Job, world: World) -> RunSteps:

@@ -26,7 +26,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn.parallel import DistributedDataParallel
 
-from meshwright.models.layers.decoder import LanguageModel
+from meshwright.core.models.layers.decoder import LanguageModel
 
 RANKS = 2
 

@@ -27,7 +27,7 @@ print(json.dumps({"figures": figures, "seconds": now - imported, "with_imports":
 """
 OURS = """
 from pathlib import Path
-from meshwright.diagnose.trace.diagnose import diagnose_traces
+from meshwright.insight.diagnose.trace.diagnose import diagnose_traces
 imported = time.perf_counter()
 diagnosis = diagnose_traces([Path(sys.argv[1])])
 parts = diagnosis.ranks[0].breakdown

@@ -16,12 +16,12 @@ from benchmarks import meshwright_loop
 from benchmarks.accelerate_loop import train_with_accelerate
 from benchmarks.peer_components import RunSteps
 from benchmarks.throughput import MESHWRIGHT, RANKS, WARMUP_ROUNDS, import_error, race, ratio_statistics, settings
-from meshwright.launch.job import make_job
-from meshwright.launch.ranks import run_ranks
-from meshwright.launch.user_code.user_code import UserCode
-from meshwright.parallel.world import World
-from meshwright.telemetry.run_folder import RunFolder
-from meshwright.trainer.job import Job
+from meshwright.base.records.run_folder import RunFolder
+from meshwright.base.user_code.user_code import UserCode
+from meshwright.core.launch.job import make_job
+from meshwright.core.launch.ranks import run_ranks
+from meshwright.core.parallel.world import World
+from meshwright.core.trainer.job import Job
 
 ACCELERATE = "accelerate"
 SEQUENCE, VOCABULARY = 128, 256

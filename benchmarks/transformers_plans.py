@@ -26,9 +26,9 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.overrides import TorchFunctionMode
 
-from meshwright.parallel.infer_spec import infer_parallel_spec
-from meshwright.parallel.tensor_parallel import apply_tensor_parallel, reduce_partial_gradients
-from meshwright.parallel.world import World
+from meshwright.core.parallel.infer_spec import infer_parallel_spec
+from meshwright.core.parallel.tensor_parallel import apply_tensor_parallel, reduce_partial_gradients
+from meshwright.core.parallel.world import World
 from meshwright.testing import RanksFailed, run_ranks
 
 RANKS, TOLERANCE = 2, 1e-9

@@ -25,11 +25,11 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast, TrainerCallback
 
 from benchmarks.rl_records import load_run_config
-from meshwright.config import RunConfig
-from meshwright.data.character_tokenizer import CHARACTERS
-from meshwright.data.sample_lookup import build_stream
-from meshwright.models.init import build_model
-from meshwright.models.registry import stored_parameters, write_huggingface_config
+from meshwright.base.config import RunConfig
+from meshwright.base.models.registry import stored_parameters, write_huggingface_config
+from meshwright.core.data.character_tokenizer import CHARACTERS
+from meshwright.core.data.sample_lookup import build_stream
+from meshwright.core.models.init import build_model
 from meshwright.rl.tasks.answer_reward import answer_reward
 from meshwright.rl.tasks.prompt_source import open_prompt_source
 

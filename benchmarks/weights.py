@@ -23,16 +23,16 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from benchmarks.throughput import ratio_statistics
-from meshwright.checkpoint.listing import RunLineage
-from meshwright.checkpoint.saver import CheckpointMetadata, CheckpointSaver
-from meshwright.config import CheckpointConfig, ModelConfig, RunConfig, config_to_toml, identity
-from meshwright.models.init import build_model
-from meshwright.models.registry import stored_parameters
-from meshwright.parallel.world import World
-from meshwright.store.posix import PosixStore
-from meshwright.weights.export import export_checkpoint
-from meshwright.weights.folder import SINGLE_FILE
-from meshwright.weights.reader import WeightFolder
+from meshwright.base.checkpoint.listing import RunLineage
+from meshwright.base.config import CheckpointConfig, ModelConfig, RunConfig, config_to_toml, identity
+from meshwright.base.models.registry import stored_parameters
+from meshwright.base.store.posix import PosixStore
+from meshwright.core.checkpoint.saver import CheckpointMetadata, CheckpointSaver
+from meshwright.core.models.init import build_model
+from meshwright.core.parallel.world import World
+from meshwright.core.weights.export import export_checkpoint
+from meshwright.core.weights.folder import SINGLE_FILE
+from meshwright.core.weights.reader import WeightFolder
 
 MODEL = ModelConfig(vocab=32_000, width=768, layers=6, heads=12, kv_heads=12, ffn=2048)
 ROUNDS = 12

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from benchmarks.step_bytes import count_third_step, run_training
-from meshwright.config import load_config
-from meshwright.trainer.loop import Training
+from meshwright.base.config import load_config
+from meshwright.core.trainer.loop import Training
 
 RANKS = 4
 STAGES = {"none": "ZeRO-0", "optimizer": "ZeRO-1", "gradients": "ZeRO-2", "parameters": "ZeRO-3"}

@@ -6,11 +6,11 @@ from pathlib import Path
 
 from rich.console import Console
 
-from meshwright.config import load_config
-from meshwright.history.step_table import RECENT_STEPS
-from meshwright.observe.terminal import Terminal, live_line
-from meshwright.telemetry.events import read_events
-from meshwright.telemetry.run_folder import RunFolder
+from meshwright.base.config import load_config
+from meshwright.base.history.step_table import RECENT_STEPS
+from meshwright.base.records.events import read_events
+from meshwright.base.records.run_folder import RunFolder
+from meshwright.base.terminal.terminal import Terminal, live_line
 
 WIDTH = 160
 SHOWN = ("counters", "eval", "checkpoint")

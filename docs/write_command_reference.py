@@ -6,14 +6,14 @@ import argparse
 import sys
 from pathlib import Path
 
-from meshwright.cli.args import Parser, build_parser
-from meshwright.cli.main import EXIT_CODES, VERBS
+from meshwright.base.cli.args import Parser, build_parser
+from meshwright.base.cli.main import EXIT_CODES, VERBS
 
 INTRODUCTION = """\
 # Command reference
 
 Look up every command and its options here. `meshwright COMMAND --help` prints the same text; this page is written by
-`python docs/write_command_reference.py` from the parsers in `meshwright/cli/`.
+`python docs/write_command_reference.py` from the parsers in `meshwright/base/cli/`.
 
 A command whose usage ends with `[--KEY=VALUE ...]` also takes every key of the [config](config.md) as an option, for
 example `--optimizer.lr=3e-4`.

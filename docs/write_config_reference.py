@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from meshwright.config import PRESETS
-from meshwright.config.reference import SectionDescription, describe_config
+from meshwright.base.config import PRESETS
+from meshwright.base.config.reference import SectionDescription, describe_config
 
 INTRODUCTION = f"""\
 # Config reference
 
 Look up every setting of a run here. `meshwright train --help` prints the same text; this page is written by
-`python docs/write_config_reference.py` from the docstrings in `meshwright/config/`.
+`python docs/write_config_reference.py` from the docstrings in `meshwright/base/config/`.
 
 A run file is TOML and names only what differs from its preset:
 
@@ -28,7 +28,7 @@ replicate = 4
 
 On the command line, `--optimizer.lr=6e-4` and `--optimizer.lr 6e-4` are equivalent. The command line takes precedence
 over the run file, and the run file over the preset. In Python, build a `meshwright.RunConfig`, or call
-`meshwright.config.load_config(Path("run.toml"), ["optimizer.lr=6e-4"])`.
+`meshwright.base.config.load_config(Path("run.toml"), ["optimizer.lr=6e-4"])`.
 
 Presets: {", ".join(f"`{name}`" for name in PRESETS)}. Defaults below are those of `tiny`.
 

@@ -64,12 +64,12 @@ def read_items() -> list[Item]:
 
 def all_cards() -> list[Any]:
     """The cards of all modules of the deck; reading them does not import torch."""
-    return [card for module in submodules("meshwright.practice.cards.deck") for card in getattr(module, "CARDS", ())]
+    return [card for module in submodules("meshwright_practice.cards.deck") for card in getattr(module, "CARDS", ())]
 
 
 def all_labs() -> list[Any]:
     """The labs, which are packages with the value LAB."""
-    return [module.LAB for module in submodules("meshwright.practice.labs", packages=True) if hasattr(module, "LAB")]
+    return [module.LAB for module in submodules("meshwright_practice.labs", packages=True) if hasattr(module, "LAB")]
 
 
 def submodules(package: str, packages: bool = False) -> list[Any]:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from meshwright.observe.metrics.alerts import ALERTS
-from meshwright.observe.metrics.registry import METRICS, SECTIONS
+from meshwright.insight.metrics.alerts import ALERTS
+from meshwright.insight.metrics.registry import METRICS, SECTIONS
 
 PAGE = Path(__file__).parent / "metrics.md"
 METRICS_MARK, ALERTS_MARK, END_MARK = "<!-- metrics -->\n", "<!-- alerts -->\n", "<!-- end -->\n"

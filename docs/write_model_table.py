@@ -23,11 +23,11 @@ import torch
 from torch import nn
 
 from meshwright import train
-from meshwright.config import BatchConfig, ContextConfig, EvalConfig, LaunchConfig, LayoutConfig, RunConfig
-from meshwright.config.device_defaults import with_device_defaults
+from meshwright.base.config import BatchConfig, ContextConfig, EvalConfig, LaunchConfig, LayoutConfig, RunConfig
+from meshwright.base.config.device_defaults import with_device_defaults
+from meshwright.base.user_code.user_code import UserCode
+from meshwright.core.launch.user_code.make_custom_model import open_user_code
 from meshwright.errors import ConfigError
-from meshwright.launch.user_code.make_custom_model import open_user_code
-from meshwright.launch.user_code.user_code import UserCode
 from meshwright.prover.claims import fault_environment, proof_folder
 from meshwright.prover.custom.proof import CustomProof
 from meshwright.prover.custom.subject import Subject

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from meshwright import RunConfig, train
-from meshwright.config import BatchConfig, EvalConfig, OptimizerConfig
+from meshwright.base.config import BatchConfig, EvalConfig, OptimizerConfig
 
 
 class Spirals:

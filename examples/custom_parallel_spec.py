@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 
 from meshwright import ParallelSpec, RunConfig, train
-from meshwright.config import BatchConfig, EvalConfig, LayoutConfig
+from meshwright.base.config import BatchConfig, EvalConfig, LayoutConfig
 
 
 class ResidualBlock(nn.Module):

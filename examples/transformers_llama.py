@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from meshwright import RunConfig, train
-from meshwright.config import BatchConfig, EvalConfig, LayoutConfig
+from meshwright.base.config import BatchConfig, EvalConfig, LayoutConfig
 
 
 def build() -> nn.Module:

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from meshwright import RunConfig, train
-from meshwright.config import BatchConfig, EvalConfig, LayoutConfig
+from meshwright.base.config import BatchConfig, EvalConfig, LayoutConfig
 
 
 class TwoTowers(nn.Module):

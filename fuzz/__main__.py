@@ -24,7 +24,7 @@ from typing import cast
 from fuzz.episode import Workspace
 from fuzz.jobs import adopt_orphans, import_once
 from fuzz.kinds import KINDS, Result, draw_kind, run_episode
-from meshwright.parent_death import exit_with_parent
+from meshwright.base.parent_death import exit_with_parent
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -7,10 +7,10 @@ import random
 from pathlib import Path
 from typing import Any
 
-from meshwright.config import RunConfig, config_from_dict
+from meshwright.base.config import RunConfig, config_from_dict
+from meshwright.base.topology.layout import Layout
+from meshwright.base.topology.unsupported import validate
 from meshwright.errors import ConfigError
-from meshwright.topology.layout import Layout
-from meshwright.topology.unsupported import validate
 
 Tree = dict[str, Any]
 """The settings of a run file."""

@@ -17,7 +17,7 @@ import traceback
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright.parent_death import exit_with_parent
+from meshwright.base.parent_death import exit_with_parent
 
 ROOT = Path(__file__).parents[1]
 PR_SET_CHILD_SUBREAPER = 36
@@ -31,9 +31,9 @@ def import_once() -> None:
     """Imports what ranks need, once."""
     import torch
 
-    from meshwright.launch.ranks import preload_optimizer
+    from meshwright.core.launch.ranks import preload_optimizer
 
-    for module in ("meshwright.api", "meshwright.launch.job", "meshwright.cli"):
+    for module in ("meshwright.core.api", "meshwright.core.launch.job", "meshwright.base.cli"):
         importlib.import_module(module)
     torch.set_num_threads(1)
     preload_optimizer()
@@ -135,8 +135,8 @@ def run_child(args: list[str], log: Path, environment: dict[str, str], fuzzer: i
 
 def call_main(args: list[str]) -> int:
     """Runs the command line in this process, with ranks that are forked from it instead of a fork server."""
-    from meshwright import api
-    from meshwright.cli import main
+    from meshwright.base.cli import main
+    from meshwright.core import api
 
     tempfile.tempdir = None  # read TMPDIR again
     api.train_with_fork_server = api.train_as_rank

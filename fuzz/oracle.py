@@ -11,10 +11,10 @@ from pathlib import Path
 from typing import Any
 
 from fuzz.jobs import Ended
-from meshwright.checkpoint.listing import list_published, open_run_store
-from meshwright.checkpoint.unsharded import state_digest
-from meshwright.telemetry.events import read_events
-from meshwright.telemetry.run_folder import RunFolder
+from meshwright.base.checkpoint.listing import list_published, open_run_store
+from meshwright.base.records.events import read_events
+from meshwright.base.records.run_folder import RunFolder
+from meshwright.core.checkpoint.unsharded import state_digest
 
 DOCUMENTED_CODES = (0, 1, 2, 3, 4, 5, 6, 7, 8, 9)
 LOSS_TOLERANCE = 1e-9

@@ -11,7 +11,7 @@ from fuzz.episode import Episode
 from fuzz.jobs import Job, children
 from fuzz.oracle import check_same, expect
 from fuzz.training import COLD
-from meshwright.telemetry.run_folder import RunFolder
+from meshwright.base.records.run_folder import RunFolder
 
 SIGNALS = (signal.SIGKILL, signal.SIGKILL, signal.SIGTERM, signal.SIGINT)
 

@@ -16,8 +16,8 @@ from fuzz.configs import (
 )
 from fuzz.episode import Episode
 from fuzz.oracle import check_close, check_same, expect
-from meshwright.topology.layout import Layout
-from meshwright.topology.parameter_shards import uses_ddp
+from meshwright.base.topology.layout import Layout
+from meshwright.base.topology.parameter_shards import uses_ddp
 
 COLD = 0.08
 """The fraction of jobs that start `python -m meshwright` and its fork server."""

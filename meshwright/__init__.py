@@ -45,24 +45,24 @@ __all__ = [
 
 if TYPE_CHECKING:
     from meshwright import callbacks, errors, testing
-    from meshwright.api import Result, Sample, plan, preflight, prove, report, sample, simulate, train
-    from meshwright.config import RunConfig
-    from meshwright.parallel.parallel_spec import ParallelSpec
-    from meshwright.trainer.callbacks.callback import Callback
+    from meshwright.base.config import RunConfig
+    from meshwright.core.api import Result, Sample, plan, preflight, prove, report, sample, simulate, train
+    from meshwright.core.parallel.parallel_spec import ParallelSpec
+    from meshwright.core.trainer.callbacks.callback import Callback
 
 _MODULES = {
-    "Callback": "meshwright.trainer.callbacks.callback",
-    "ParallelSpec": "meshwright.parallel.parallel_spec",
-    "Result": "meshwright.api",
-    "RunConfig": "meshwright.config",
-    "Sample": "meshwright.api",
-    "plan": "meshwright.api",
-    "preflight": "meshwright.api",
-    "prove": "meshwright.api",
-    "report": "meshwright.api",
-    "sample": "meshwright.api",
-    "simulate": "meshwright.api",
-    "train": "meshwright.api",
+    "Callback": "meshwright.core.trainer.callbacks.callback",
+    "ParallelSpec": "meshwright.core.parallel.parallel_spec",
+    "Result": "meshwright.core.api",
+    "RunConfig": "meshwright.base.config",
+    "Sample": "meshwright.core.api",
+    "plan": "meshwright.core.api",
+    "preflight": "meshwright.core.api",
+    "prove": "meshwright.core.api",
+    "report": "meshwright.core.api",
+    "sample": "meshwright.core.api",
+    "simulate": "meshwright.core.api",
+    "train": "meshwright.core.api",
 }
 
 

@@ -1,6 +1,6 @@
 """Runs the command line as `python -m meshwright`, also under torchrun."""
 
-from meshwright.cli import main
+from meshwright.base.cli import main
 
 if __name__ == "__main__":
     main()

@@ -6,8 +6,8 @@ The ranks are forked from the test's process, so starting them takes millisecond
         assert run_ranks(lambda world: int(world.all_reduce(torch.ones(())).wait()), 4) == [4, 4, 4, 4]
 """
 
-from meshwright.launch.ranks import run_ranks
-from meshwright.parallel.world import World
-from meshwright.recover.failures import RanksFailed
+from meshwright.base.records.failures import RanksFailed
+from meshwright.core.launch.ranks import run_ranks
+from meshwright.core.parallel.world import World
 
 __all__ = ["RanksFailed", "World", "run_ranks"]

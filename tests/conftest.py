@@ -20,7 +20,8 @@ os.environ.setdefault(
 import pytest
 import torch
 from hypothesis import settings
-from small_run import small_config
+
+from tests.kit.small_run import small_config
 
 torch.set_num_threads(1)
 # Time is not a test, and a failure must be the same on the next run.
@@ -31,17 +32,17 @@ TESTS = Path(__file__).parent
 LONGEST = (
     "docs/test_readme.py",
     "repository/test_gpu_benchmark.py",
-    "recover/hosts/test_snapshot_recovery.py",
+    "core/recover/hosts/test_snapshot_recovery.py",
     "docs/test_notebook.py",
-    "trainer/test_trackers.py",
+    "core/trainer/test_trackers.py",
     "prover/test_clean_configs.py",
-    "recover/test_resume_on_other_layouts.py",
-    "measure/preflight/test_preflight_on_hosts.py",
-    "cli/test_train.py",
+    "core/recover/test_resume_on_other_layouts.py",
+    "ops/measure/preflight/test_preflight_on_hosts.py",
+    "core/cli/test_train.py",
     "rl/test_rl_recovery.py",
-    "test_api.py",
-    "recover/test_hang.py",
-    "recover/test_resume.py",
+    "core/test_api.py",
+    "core/recover/test_hang.py",
+    "core/recover/test_resume.py",
 )
 """Files that take longest, which start first: none of them is left for the end, when only one process would work."""
 HOME_NUMBERS = count()

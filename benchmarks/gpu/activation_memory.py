@@ -22,8 +22,8 @@ from torch.utils.checkpoint import CheckpointPolicy
 from benchmarks.gpu.meshwright_contender import MeshwrightLoop
 from benchmarks.gpu.shapes import SHAPES, Shape, tiny
 from benchmarks.gpu.timing import Entrant, free_memory
-from meshwright.parallel.activation_memory import activation_checkpoint
-from meshwright.parallel.activation_memory.activation_checkpoint import ATTENTION, MATMULS
+from meshwright.core.parallel.activation_memory import activation_checkpoint
+from meshwright.core.parallel.activation_memory.activation_checkpoint import ATTENTION, MATMULS
 
 PRODUCTS = ("q", "k", "v", "out", "gate", "up", "down")
 """The matrix products of a block of the Llama, in the order of its forward pass."""

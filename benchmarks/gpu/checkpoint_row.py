@@ -20,8 +20,8 @@ from torch.distributed.checkpoint import FileSystemWriter
 from benchmarks.gpu.meshwright_contender import MeshwrightLoop
 from benchmarks.gpu.shapes import Shape
 from benchmarks.gpu.timing import WARMUP, synchronize
-from meshwright.checkpoint.listing import checkpoint_folder
-from meshwright.checkpoint.manifest import MANIFEST_FILE
+from meshwright.base.checkpoint.listing import checkpoint_folder
+from meshwright.base.checkpoint.manifest import MANIFEST_FILE
 
 SETTINGS = ("checkpoint.mode=async", "checkpoint.seconds=0", "checkpoint.keep=1")
 """Saves happen when the benchmark asks for them."""

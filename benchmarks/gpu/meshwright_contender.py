@@ -20,20 +20,20 @@ from benchmarks.gpu.shapes import BETAS, CLIP, EPS, LR, WEIGHT_DECAY, Shape
 from benchmarks.gpu.timing import WARMUP
 from benchmarks.gpu.token_batches import TokenSamples, write_token_file
 from benchmarks.gpu.transformers_contenders import build_transformers_model
-from meshwright.config import RunConfig, load_config
-from meshwright.config.device_defaults import with_device_defaults
-from meshwright.launch.job import make_job
-from meshwright.launch.user_code.user_code import NO_USER_CODE, UserCode
-from meshwright.parallel.mesh import Meshes, init_mesh
-from meshwright.parallel.world import World
+from meshwright.base.config import RunConfig, load_config
+from meshwright.base.config.device_defaults import with_device_defaults
+from meshwright.base.hardware.cluster import NODE_TYPES
+from meshwright.base.records.heartbeat import Heartbeat
+from meshwright.base.records.phases import STEP_PHASES
+from meshwright.base.records.run_folder import RunFolder
+from meshwright.base.user_code.user_code import NO_USER_CODE, UserCode
+from meshwright.core.launch.job import make_job
+from meshwright.core.parallel.mesh import Meshes, init_mesh
+from meshwright.core.parallel.world import World
+from meshwright.core.trainer.job import TrainingObserver
+from meshwright.core.trainer.loop import Training
+from meshwright.core.trainer.step import StepOutcome
 from meshwright.planner.calibration.run_prediction import predict_run
-from meshwright.planner.hardware.cluster import NODE_TYPES
-from meshwright.telemetry.heartbeat import Heartbeat
-from meshwright.telemetry.phases import STEP_PHASES
-from meshwright.telemetry.run_folder import RunFolder
-from meshwright.trainer.job import TrainingObserver
-from meshwright.trainer.loop import Training
-from meshwright.trainer.step import StepOutcome
 
 SETTINGS = (
     "steps=1000000",
@@ -83,7 +83,7 @@ class MeshwrightLoop:
             (run := self.folder / "run").mkdir()
             job = make_job(config, RunFolder(run), user)
             job = replace(job, observer=observer or job.observer)
-            with patch("meshwright.trainer.build.init_shard", init_on_device):
+            with patch("meshwright.core.trainer.build.init_shard", init_on_device):
                 heartbeat = heartbeat or Heartbeat(self.folder / "heartbeat")
                 self.training = Training(job, World(device=device, heartbeat=heartbeat))
             resources.callback(self.training.signals.close)
@@ -160,10 +160,12 @@ class WrappedLoop(MeshwrightLoop):
     def __init__(self, shape: Shape, device: torch.device, shard: bool, settings: Sequence[str] = ()) -> None:
         settings = (*settings, "layout.shard=parameters") if shard else settings
         with ExitStack() as patches:
-            patches.enter_context(patch("meshwright.parallel.parallelize.wraps_data_parallel", lambda _layout: True))
+            patches.enter_context(
+                patch("meshwright.core.parallel.parallelize.wraps_data_parallel", lambda _layout: True)
+            )
             if shard:
                 meshes = partial(mesh_of_one, device)
-                patches.enter_context(patch("meshwright.parallel.parallelize.build_meshes", meshes))
+                patches.enter_context(patch("meshwright.core.parallel.parallelize.build_meshes", meshes))
             super().__init__(shape, device, settings, process_group=process_group_of_one(device))
 
 
@@ -183,7 +185,7 @@ class UnobservedLoop(MeshwrightLoop):
         self.numbers = outcome.numbers
 
     def step(self) -> None:
-        with patch("meshwright.trainer.step.StepClock", SilentClock):
+        with patch("meshwright.core.trainer.step.StepClock", SilentClock):
             super().step()
 
     def loss(self) -> float:

@@ -25,10 +25,10 @@ from benchmarks.gpu.plain_model import PlainModel, plain_tensors
 from benchmarks.gpu.shapes import Shape, for_numerics
 from benchmarks.gpu.timing import GlobalState, free_memory
 from benchmarks.gpu.transformers_contenders import build_transformers_model
-from meshwright.data.loader import MicroBatch
-from meshwright.kernels.triton_runtime import runs_triton
-from meshwright.models.registry import stored_parameters
-from meshwright.trainer.job import TrainingObserver
+from meshwright.base.models.registry import stored_parameters
+from meshwright.core.data.loader import MicroBatch
+from meshwright.core.kernels.triton_runtime import runs_triton
+from meshwright.core.trainer.job import TrainingObserver
 
 TOLERANCES = {"fp32": {"loss": 1e-5, "gradient": 1e-4}, "bf16": {"loss": 1e-3, "gradient": 0.03}}
 PRECISIONS = {torch.float32: "fp32", torch.bfloat16: "bf16"}

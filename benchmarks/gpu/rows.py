@@ -14,7 +14,7 @@ from benchmarks.gpu.plain_loops import BestLoop, EagerLoop
 from benchmarks.gpu.shapes import DENSE, EXPERTS, Shape
 from benchmarks.gpu.timing import Contender
 from benchmarks.gpu.transformers_contenders import AccelerateLoop, LightningLoop
-from meshwright.kernels.triton_runtime import runs_triton
+from meshwright.core.kernels.triton_runtime import runs_triton
 
 Make = Callable[[Shape, torch.device], Contender]
 ALL = ("a", "b", "c")

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from meshwright.config import ModelConfig
-from meshwright.config.model import OptionTable
+from meshwright.base.config import ModelConfig
+from meshwright.base.config.model import OptionTable
 
 LR, BETAS, EPS, WEIGHT_DECAY, CLIP = 1e-4, (0.9, 0.95), 1e-8, 0.1, 1.0
 """The AdamW settings of every contender."""

@@ -13,9 +13,9 @@ from typing import TYPE_CHECKING, Any
 
 from formulas import LEVELS, block_bytes, state_bytes, volume, wire
 
-from meshwright.config import load_config
-from meshwright.topology.collectives import COLLECTIVES
-from meshwright.topology.schedules import SCHEDULES
+from meshwright.base.config import load_config
+from meshwright.base.topology.collectives import COLLECTIVES
+from meshwright.base.topology.schedules import SCHEDULES
 
 if TYPE_CHECKING:
     from mkdocs.config.defaults import MkDocsConfig

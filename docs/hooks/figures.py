@@ -25,8 +25,8 @@ from typing import Any
 
 from formulas import FORMULAS
 
-from meshwright.cli.main import dispatch
-from meshwright.io import format_bytes, format_seconds
+from meshwright.base.cli.main import dispatch
+from meshwright.base.io import format_bytes, format_seconds
 
 LOG = logging.getLogger("mkdocs.hooks.figures")
 MARKER = re.compile(r"<!-- (run|call): (.+?) -->(.*?)<!-- end -->", re.DOTALL)

@@ -9,26 +9,26 @@ from typing import Any
 
 import numpy
 
-from meshwright.config import load_config
-from meshwright.config.batch import derive_batch
-from meshwright.config.device_defaults import with_device_defaults
-from meshwright.config.run_config import BatchConfig
-from meshwright.io import format_bytes
-from meshwright.models.registry import model_architecture, run_spec
+from meshwright.base.config import load_config
+from meshwright.base.config.batch import derive_batch
+from meshwright.base.config.device_defaults import with_device_defaults
+from meshwright.base.config.run_config import BatchConfig
+from meshwright.base.hardware.links import collective_seconds, group_placement
+from meshwright.base.hardware.resolve_cluster import resolve_cluster
+from meshwright.base.io import format_bytes
+from meshwright.base.models.registry import model_architecture, run_spec
+from meshwright.base.topology.collectives import wire_fraction
+from meshwright.base.topology.layout import Layout
+from meshwright.base.topology.schedule_orders import action_orders
+from meshwright.base.topology.schedule_timeline import peak_in_flight
+from meshwright.base.topology.schedules import SCHEDULES
 from meshwright.planner.calibration.corrections import Corrections
 from meshwright.planner.calibration.estimator import estimate
 from meshwright.planner.cost.comm_volume import comm_volume
 from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.cost.peak_memory import StateMemory, activation_settings, state_memory
 from meshwright.planner.cost.terms.activations import block_activations
-from meshwright.planner.hardware.links import collective_seconds, group_placement
-from meshwright.planner.hardware.resolve_cluster import resolve_cluster
 from meshwright.planner.workload.planned_job import PlannedJob
-from meshwright.topology.collectives import wire_fraction
-from meshwright.topology.layout import Layout
-from meshwright.topology.schedule_orders import action_orders
-from meshwright.topology.schedule_timeline import peak_in_flight
-from meshwright.topology.schedules import SCHEDULES
 
 LEVELS = {"none": "DDP", "optimizer": "ZeRO-1", "gradients": "ZeRO-2", "parameters": "ZeRO-3, FSDP2"}
 """What is sharded -> its usual name."""

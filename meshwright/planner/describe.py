@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import fields, replace
 
+from meshwright.base.topology.axes import ALL_AXES
+from meshwright.base.topology.collectives import wire_bytes
 from meshwright.planner.cost.estimate import CollectiveCost, Estimate, MemoryEstimate
 from meshwright.planner.workload.planned_job import PlannedJob
-from meshwright.topology.axes import ALL_AXES
-from meshwright.topology.collectives import wire_bytes
 
 MEMORY_CLASSES = tuple(field.name for field in fields(MemoryEstimate))
 """The classes of a memory estimate, in the order in which they are shown."""

@@ -12,21 +12,21 @@ from typing import Any, NamedTuple
 
 import torch
 
-from meshwright.config import BlockSizes, LaunchConfig, RunConfig
-from meshwright.config.device_defaults import with_device_defaults
-from meshwright.data.source import Source
-from meshwright.launch.job import start_ranks
-from meshwright.launch.ranks import run_ranks
-from meshwright.launch.scratch_folder import ScratchFolder
-from meshwright.parallel.compile import require_compiler
-from meshwright.parallel.world import World, device_type
-from meshwright.recover.running_ranks import RunningRanks
-from meshwright.recover.supervisor import supervise
-from meshwright.telemetry.run_folder import RunFolder
-from meshwright.topology.layout import stages_per_rank
-from meshwright.topology.unsupported import validate
-from meshwright.trainer.custom_model import CustomModel
-from meshwright.trainer.job import Job, TrainingObserver
+from meshwright.base.config import BlockSizes, LaunchConfig, RunConfig
+from meshwright.base.config.device_defaults import with_device_defaults
+from meshwright.base.records.run_folder import RunFolder
+from meshwright.base.scratch_folder import ScratchFolder
+from meshwright.base.topology.layout import stages_per_rank
+from meshwright.base.topology.unsupported import validate
+from meshwright.core.data.source import Source
+from meshwright.core.launch.job import start_ranks
+from meshwright.core.launch.ranks import run_ranks
+from meshwright.core.parallel.compile import require_compiler
+from meshwright.core.parallel.world import World, device_type
+from meshwright.core.recover.running_ranks import RunningRanks
+from meshwright.core.recover.supervisor import supervise
+from meshwright.core.trainer.custom_model import CustomModel
+from meshwright.core.trainer.job import Job, TrainingObserver
 
 SMALL_BLOCKS = BlockSizes(loader_positions=7, io_bytes=512, digest_bytes=5 << 11)
 """Blocks so small that a small run has several of each, and that no tensor and no file ends where a block does."""

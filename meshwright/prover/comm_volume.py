@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator
 
-from meshwright.history.run_history import RunHistory
+from meshwright.base.history.run_history import RunHistory
+from meshwright.base.records.untrusted_records import RecordedCounters
+from meshwright.base.topology.layout import Layout
+from meshwright.core.trainer.job import Job
 from meshwright.planner.cost.comm_volume import CollectiveVolume, comm_volume
 from meshwright.planner.cost.compare_volumes import compare_volumes
 from meshwright.planner.cost.peak_memory import state_memory
 from meshwright.planner.cost.trace.activation_messages import data_dependent_axes
 from meshwright.prover.claims import Claim, describe_settings
-from meshwright.telemetry.untrusted_records import RecordedCounters
-from meshwright.topology.layout import Layout
-from meshwright.trainer.job import Job
 
 EXACT_MEMORY = ("fp32", "fp64")
 """Precisions for which the peaks are exact: autocast makes short-lived copies of gradients in lower precision."""

@@ -5,22 +5,22 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import replace
 
-from meshwright.checkpoint.frozen import frozen_digest, separate_frozen
-from meshwright.config import RunConfig
-from meshwright.data.loader import Loader
-from meshwright.data.source import ConcatenatedSource, SyntheticSource
-from meshwright.data.stream import Stream
-from meshwright.launch.ranks import run_ranks
-from meshwright.optim.build import build_optimizer
-from meshwright.parallel.world import World
+from meshwright.base.config import RunConfig
+from meshwright.base.topology.layout import Layout
+from meshwright.base.topology.unsupported import validate
+from meshwright.core.checkpoint.frozen import frozen_digest, separate_frozen
+from meshwright.core.data.loader import Loader
+from meshwright.core.data.source import ConcatenatedSource, SyntheticSource
+from meshwright.core.data.stream import Stream
+from meshwright.core.launch.ranks import run_ranks
+from meshwright.core.optim.build import build_optimizer
+from meshwright.core.parallel.world import World
+from meshwright.core.trainer.build import build_parallel_decoder
+from meshwright.core.trainer.precision import Precision
+from meshwright.core.trainer.step import Step, StepContext
 from meshwright.prover.claims import Claim
 from meshwright.prover.shrink.layouts import small_layouts
 from meshwright.prover.shrink.sizes import shrink
-from meshwright.topology.layout import Layout
-from meshwright.topology.unsupported import validate
-from meshwright.trainer.build import build_parallel_decoder
-from meshwright.trainer.precision import Precision
-from meshwright.trainer.step import Step, StepContext
 
 SAMPLES, STEPS = 1000, 3
 LEARNING_RATE = 0.01

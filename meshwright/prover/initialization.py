@@ -15,12 +15,12 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from meshwright.config import RunConfig
-from meshwright.models.init import init_shard
-from meshwright.models.registry import run_spec
+from meshwright.base.config import RunConfig
+from meshwright.base.models.registry import run_spec
+from meshwright.base.topology.layout import Layout
+from meshwright.core.models.init import init_shard
 from meshwright.prover.claims import Claim
 from meshwright.prover.oracle.initial_values import ROWS, initial_row_block, parameter_shapes
-from meshwright.topology.layout import Layout
 
 COLUMNS = 24
 """The columns of a large matrix that are checked."""

@@ -11,10 +11,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
-from meshwright.config import RunConfig
-from meshwright.launch.ranks import run_ranks
-from meshwright.optim.build import build_optimizer
-from meshwright.parallel.world import World
+from meshwright.base.config import RunConfig
+from meshwright.core.launch.ranks import run_ranks
+from meshwright.core.optim.build import build_optimizer
+from meshwright.core.parallel.world import World
 from meshwright.prover.claims import Claim
 from meshwright.prover.compare.updates import is_update
 from meshwright.prover.oracle.optimizer import clip_factor, global_norm

@@ -19,14 +19,19 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from meshwright.config import RunConfig, fingerprint, identity, placement
-from meshwright.config.device_defaults import with_device_defaults
-from meshwright.data.file_sources import open_sources
-from meshwright.data.source import Source, find_structure
+from meshwright.base.config import RunConfig, fingerprint, identity, placement
+from meshwright.base.config.device_defaults import with_device_defaults
+from meshwright.base.io import output_file, write_json
+from meshwright.base.records.failures import RanksFailed
+from meshwright.base.topology.unsupported import validate
+from meshwright.base.topology.unused_settings import unused_settings
+from meshwright.core.data.file_sources import open_sources
+from meshwright.core.data.source import Source, find_structure
+from meshwright.core.launch.user_code.update import require_built_in_update
+from meshwright.core.parallel.world import device_type
+from meshwright.core.trainer.custom_model import CustomModel
+from meshwright.core.trainer.identity import code_fingerprint
 from meshwright.errors import MeshwrightError, RestartsExhausted
-from meshwright.io import output_file, write_json
-from meshwright.launch.user_code.update import require_built_in_update
-from meshwright.parallel.world import device_type
 from meshwright.prover.claims import Claim, cuda_devices
 from meshwright.prover.custom.family_model import (
     BALANCING,
@@ -48,11 +53,6 @@ from meshwright.prover.shrink import estimate_seconds, not_proven, proof_runs
 from meshwright.prover.shrink.coverage import INITIAL_WEIGHTS
 from meshwright.prover.stream import check_stream
 from meshwright.prover.training import check_training
-from meshwright.recover.failures import RanksFailed
-from meshwright.topology.unsupported import validate
-from meshwright.topology.unused_settings import unused_settings
-from meshwright.trainer.custom_model import CustomModel
-from meshwright.trainer.identity import code_fingerprint
 from meshwright.version import __version__
 
 Check = Callable[[RunConfig, bool], Iterator[Claim]]

@@ -6,7 +6,11 @@ from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from meshwright.config import RunConfig
+from meshwright.base.config import RunConfig
+from meshwright.base.records.failures import RanksFailed
+from meshwright.base.records.incidents import read_incidents
+from meshwright.base.records.phases import STEP_PHASES
+from meshwright.base.topology.layout import Layout
 from meshwright.errors import RestartsExhausted
 from meshwright.prover.claims import Claim, describe_settings, proof_folder
 from meshwright.prover.custom.subject import Subject
@@ -25,10 +29,6 @@ from meshwright.prover.state.proof_run import RecordedRun
 from meshwright.prover.state.recording import StateRecord
 from meshwright.prover.state.recovery_configs import another_layout, kill_config, with_real_blocks
 from meshwright.prover.state.shard_regions import check_real_layout, compare_regions
-from meshwright.recover.failures import RanksFailed
-from meshwright.recover.incidents import read_incidents
-from meshwright.telemetry.phases import STEP_PHASES
-from meshwright.topology.layout import Layout
 
 STEP_POINTS = tuple(f"step.{phase}" for phase in (*STEP_PHASES, "updated", "collective"))
 SAVE_POINTS = (

@@ -15,9 +15,11 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from meshwright.config import Batch, RunConfig
-from meshwright.data.source import ConcatenatedSource, Source
-from meshwright.parallel.world import World
+from meshwright.base.config import Batch, RunConfig
+from meshwright.base.topology.layout import Layout
+from meshwright.base.topology.parameter_shards import uses_fsdp
+from meshwright.core.data.source import ConcatenatedSource, Source
+from meshwright.core.parallel.world import World
 from meshwright.prover.compare.discrepancy import compare_traces
 from meshwright.prover.compare.noise import Tolerances
 from meshwright.prover.compare.updates import states_by_name
@@ -27,8 +29,6 @@ from meshwright.prover.oracle.training import Compression, Passes, ReferenceMode
 from meshwright.prover.oracle.update_rules import DECODER_BLOCKS
 from meshwright.prover.trace import StepTrace, Trace
 from meshwright.prover.tracer import AssembledTrace
-from meshwright.topology.layout import Layout
-from meshwright.topology.parameter_shards import uses_fsdp
 
 NOISE_SEEDS = 3
 """How often the rounding noise of a low precision is measured; float64 needs one measurement."""

@@ -13,19 +13,19 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor, nn
 
-from meshwright.config import IGNORE_INDEX, LayoutConfig, RunConfig
-from meshwright.data.file_sources import open_sources
-from meshwright.data.shard_source import ShardSource
-from meshwright.data.source import Source, SyntheticSource, spaced_indices
-from meshwright.data.token_files import TokenSource, file_sources
-from meshwright.launch.ranks import run_ranks
-from meshwright.models.init import build_empty
-from meshwright.models.layers.loss import HeadLoss
-from meshwright.models.registry import model_spec
-from meshwright.parallel.world import World
+from meshwright.base.config import IGNORE_INDEX, LayoutConfig, RunConfig
+from meshwright.base.models.registry import model_spec
+from meshwright.core.data.file_sources import open_sources
+from meshwright.core.data.shard_source import ShardSource
+from meshwright.core.data.source import Source, SyntheticSource, spaced_indices
+from meshwright.core.data.token_files import TokenSource, file_sources
+from meshwright.core.launch.ranks import run_ranks
+from meshwright.core.models.init import build_empty
+from meshwright.core.models.layers.loss import HeadLoss
+from meshwright.core.parallel.world import World
+from meshwright.core.trainer.precision import Precision
 from meshwright.prover.claims import Claim, cuda_devices
 from meshwright.prover.shrink.sizes import shrink
-from meshwright.trainer.precision import Precision
 
 CHECKED_SAMPLES = 64
 """Samples per source whose labels are compared with the next tokens."""

@@ -5,8 +5,8 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
-from meshwright.config import RunConfig
-from meshwright.optim.schedule import learning_rate
+from meshwright.base.config import RunConfig
+from meshwright.core.optim.schedule import learning_rate
 from meshwright.prover.claims import Claim
 from meshwright.prover.oracle.optimizer import learning_rate as expected_rate
 

@@ -15,15 +15,15 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from meshwright.data.loader import MicroBatch
-from meshwright.parallel.local_shard import LocalShard, local_shard, local_tensor
-from meshwright.parallel.parallel_model import persistent_buffers, router_biases
+from meshwright.base.topology.layout import Layout
+from meshwright.core.data.loader import MicroBatch
+from meshwright.core.parallel.local_shard import LocalShard, local_shard, local_tensor
+from meshwright.core.parallel.parallel_model import persistent_buffers, router_biases
+from meshwright.core.trainer.custom_model import CustomModel
+from meshwright.core.trainer.job import TrainingObserver
+from meshwright.core.trainer.loop import Training
+from meshwright.core.trainer.step import StepOutcome
 from meshwright.prover.trace import StepTrace, Trace, input_name, join_rows
-from meshwright.topology.layout import Layout
-from meshwright.trainer.custom_model import CustomModel
-from meshwright.trainer.job import TrainingObserver
-from meshwright.trainer.loop import Training
-from meshwright.trainer.step import StepOutcome
 
 Index = tuple[slice | EllipsisType, ...]
 

@@ -13,10 +13,13 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from meshwright.checkpoint.listing import list_published, open_run_store
-from meshwright.config import RunConfig
+from meshwright.base.checkpoint.listing import list_published, open_run_store
+from meshwright.base.config import RunConfig
+from meshwright.base.records.failures import RanksFailed
+from meshwright.base.records.run_folder import RunFolder
+from meshwright.core.launch.ranks import Ranks, run_ranks
+from meshwright.core.trainer.job import Job
 from meshwright.errors import MeshwrightError
-from meshwright.launch.ranks import Ranks, run_ranks
 from meshwright.prover.claims import (
     Claim,
     cuda_devices,
@@ -44,9 +47,6 @@ from meshwright.prover.shrink import ProofRun, open_proof_sources, proof_runs
 from meshwright.prover.shrink.runs import changes as layout_changes
 from meshwright.prover.trace import StepTrace, Trace
 from meshwright.prover.tracer import AssembledTrace, Contradiction, Tracer, assemble, read_traces
-from meshwright.recover.failures import RanksFailed
-from meshwright.telemetry.run_folder import RunFolder
-from meshwright.trainer.job import Job
 
 MAX_SECONDS = 3600.0
 """The longest time that the reference of one run may take."""

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.config.rl import RLConfig
+from meshwright.base.config.rl import RLConfig
 from meshwright.rl.rollout import LogProbs, Rollout, RolloutGroup
 
 EPSILON = 1e-6

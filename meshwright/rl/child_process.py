@@ -15,7 +15,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
-from meshwright.parent_death import exit_with_parent
+from meshwright.base.parent_death import exit_with_parent
 
 POLL_SECONDS = 0.002
 

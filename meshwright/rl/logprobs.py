@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from meshwright.config import IGNORE_INDEX
+from meshwright.base.config import IGNORE_INDEX
 
 
 def token_logprobs(logits: Tensor, labels: Tensor, temperature: float = 1.0) -> Tensor:

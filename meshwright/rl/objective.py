@@ -18,13 +18,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from meshwright.config import IGNORE_INDEX
-from meshwright.config.rl import RLConfig
+from meshwright.base.config import IGNORE_INDEX
+from meshwright.base.config.rl import RLConfig
+from meshwright.core.torch_private import is_fake
 from meshwright.errors import ConfigError
 from meshwright.rl.entropy import is_vocabulary_shard, token_entropy
 from meshwright.rl.logprobs import token_logprobs
 from meshwright.rl.rows import ADVANTAGE, COLUMNS, OLD_LOGPROB, REFERENCE_LOGPROB, WEIGHT
-from meshwright.torch_private import is_fake
 
 Measured = dict[str, tuple[Tensor, Tensor]]
 """What is measured beside the loss: name -> (sum over valid tokens, number of valid tokens)."""

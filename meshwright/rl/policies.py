@@ -12,8 +12,7 @@ from typing import Any
 
 import torch
 
-from meshwright import faults
-from meshwright.checkpoint.listing import (
+from meshwright.base.checkpoint.listing import (
     CHECKPOINTS_FOLDER,
     NAME_PATTERN,
     CheckpointEntry,
@@ -21,25 +20,26 @@ from meshwright.checkpoint.listing import (
     checkpoint_folder,
     read_entry,
 )
-from meshwright.checkpoint.manifest import MANIFEST_FILE
-from meshwright.checkpoint.retention import RetentionPolicy
-from meshwright.checkpoint.saver import CheckpointMetadata, CheckpointSaver
-from meshwright.checkpoint.state import CheckpointState
-from meshwright.checkpoint.verify import find_damage
-from meshwright.config import BLOCK_SIZES, BlockSizes, CheckpointConfig
-from meshwright.config.rl import RLConfig
+from meshwright.base.checkpoint.manifest import MANIFEST_FILE
+from meshwright.base.config import BLOCK_SIZES, BlockSizes, CheckpointConfig
+from meshwright.base.config.rl import RLConfig
+from meshwright.base.io import sync_folder
+from meshwright.base.records.run_folder import RunFolder
+from meshwright.base.store.interface import Store
+from meshwright.base.store.object_store import ObjectStore
+from meshwright.base.store.posix import PosixCalls, PosixStore
+from meshwright.base.topology.layout import Layout
+from meshwright.core import faults
+from meshwright.core.checkpoint.retention import RetentionPolicy
+from meshwright.core.checkpoint.saver import CheckpointMetadata, CheckpointSaver
+from meshwright.core.checkpoint.state import CheckpointState
+from meshwright.core.checkpoint.verify import find_damage
+from meshwright.core.generate.load import check_base, from_bits, named_tensors
+from meshwright.core.parallel.world import World
+from meshwright.core.weights.checkpoint_tensors import CheckpointTensors
 from meshwright.errors import CheckpointError
-from meshwright.generate.load import check_base, from_bits, named_tensors
-from meshwright.io import sync_folder
-from meshwright.parallel.world import World
 from meshwright.rl.generator.policy_model import PolicyModel
 from meshwright.rl.version import PolicyVersion
-from meshwright.store.interface import Store
-from meshwright.store.object_store import ObjectStore
-from meshwright.store.posix import PosixCalls, PosixStore
-from meshwright.telemetry.run_folder import RunFolder
-from meshwright.topology.layout import Layout
-from meshwright.weights.checkpoint_tensors import CheckpointTensors
 
 POLICIES_FOLDER = "policies"
 

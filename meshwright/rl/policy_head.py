@@ -8,12 +8,12 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from meshwright.config.rl import RLConfig
+from meshwright.base.config.rl import RLConfig
+from meshwright.core.models.layers.decoder import LanguageModel
+from meshwright.core.models.layers.loss import HeadLoss, valid_tokens
+from meshwright.core.torch_private import is_fake
 from meshwright.errors import ConfigError
-from meshwright.models.layers.decoder import LanguageModel
-from meshwright.models.layers.loss import HeadLoss, valid_tokens
 from meshwright.rl.objective import Measured, label_logprobs, logits_loss, require_values
-from meshwright.torch_private import is_fake
 
 
 class PolicyMeasures:

@@ -12,8 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
-from meshwright.config import IGNORE_INDEX
-from meshwright.config.rl import RLConfig
+from meshwright.base.config import IGNORE_INDEX
+from meshwright.base.config.rl import RLConfig
 from meshwright.errors import DataError
 from meshwright.rl.advantages import LogProbMismatch, group_advantages, importance_weights
 from meshwright.rl.rollout import RolloutGroup, Tokens

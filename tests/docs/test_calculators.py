@@ -6,7 +6,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from document_commands import ROOT
+
+from tests.docs.document_commands import ROOT
 
 playwright = pytest.importorskip("playwright.sync_api")
 sys.path.insert(0, str(ROOT / "docs" / "hooks"))

@@ -20,7 +20,7 @@ QUESTIONS = [
     "How do I add my GPU?",
 ]
 RECIPES = ["model family", "optimizer", "schedule", "GPU", "data source", "collective", "check"]
-NOT_YET = {"meshwright/optim/NAME.py", "meshwright/models/NAME/"}
+NOT_YET = {"meshwright/core/optim/NAME.py", "meshwright/base/models/NAME/"}
 
 
 def paths() -> list[str]:

@@ -6,9 +6,9 @@ import re
 import runpy
 
 import pytest
-from document_commands import ROOT
 
-from meshwright.cli.main import VERBS
+from meshwright.base.cli.main import VERBS
+from tests.docs.document_commands import ROOT
 
 SCRIPT = runpy.run_path(str(ROOT / "docs" / "write_coverage.py"))
 HANDBOOK = ROOT / "docs" / "handbook"

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 
 import pytest
-from document_commands import ROOT
+
+from tests.docs.document_commands import ROOT
 
 nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")

@@ -7,11 +7,11 @@ import shlex
 import tomllib
 
 import pytest
-from document_commands import PAGES, ROOT, commands, files, prepare, run
 
-from meshwright.cli.args import parse
-from meshwright.cli.main import VERBS
-from meshwright.config import load_config
+from meshwright.base.cli.args import parse
+from meshwright.base.cli.main import VERBS
+from meshwright.base.config import load_config
+from tests.docs.document_commands import PAGES, ROOT, commands, files, prepare, run
 
 COMMANDS = [(page, command) for page in ("CONTRIBUTING.md", *PAGES) for command in commands(page)]
 

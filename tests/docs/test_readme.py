@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from document_commands import commands, prepare, recipe, run
+
+from tests.docs.document_commands import commands, prepare, recipe, run
 
 FULL_SIZE = {"make train", "meshwright prove"}
 """Commands that take about a minute with the default model and all of its steps. `make test` runs what they do in a

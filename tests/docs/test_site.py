@@ -8,7 +8,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from document_commands import ROOT
+
+from tests.docs.document_commands import ROOT
 
 DOCS = ROOT / "docs"
 sys.path.insert(0, str(DOCS / "hooks"))
@@ -16,7 +17,7 @@ sys.path.insert(0, str(DOCS / "hooks"))
 import figures  # noqa: E402
 import own_assets  # noqa: E402
 
-from meshwright.config.reference import describe_config  # noqa: E402
+from meshwright.base.config.reference import describe_config  # noqa: E402
 
 HANDBOOK = sorted((DOCS / "handbook").glob("*.md"))
 QUANTITY = re.compile(

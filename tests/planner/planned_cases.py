@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from functools import cache
 
-from meshwright.models.architecture import Architecture, LatentAttention
-from meshwright.planner.hardware.resolve_cluster import resolve_cluster
+from meshwright.base.hardware.resolve_cluster import resolve_cluster
+from meshwright.base.models.architecture import Architecture, LatentAttention
 from meshwright.planner.search.cost_cache import CostCache
 from meshwright.planner.search.plan_result import PlanResult, make_plan
 from meshwright.planner.workload.workload import Workload

@@ -10,7 +10,8 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from meshwright.config import config_from_dict
+from meshwright.base.config import config_from_dict
+from meshwright.base.hardware.cluster import preset_cluster
 from meshwright.errors import ConfigError
 from meshwright.planner.calibration import calibration_log
 from meshwright.planner.calibration.calibration_log import (
@@ -23,7 +24,6 @@ from meshwright.planner.calibration.calibration_log import (
 )
 from meshwright.planner.calibration.corrections import Corrections
 from meshwright.planner.calibration.estimator import estimate
-from meshwright.planner.hardware.cluster import preset_cluster
 from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.planner.workload.trainer_profiles import MESHWRIGHT
 

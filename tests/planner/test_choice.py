@@ -6,15 +6,15 @@ import json
 from dataclasses import replace
 
 import pytest
-from planned_cases import CASES, cached_plan, cost_cache
 
-from meshwright.api.prediction import plan_workload
+from meshwright.base.hardware.resolve_cluster import resolve_cluster
+from meshwright.base.models.architecture import Architecture
+from meshwright.base.topology.layout import Layout
+from meshwright.base.user_code.user_code import UserCode
 from meshwright.errors import ConfigError
-from meshwright.launch.user_code.user_code import UserCode
-from meshwright.models.architecture import Architecture
+from meshwright.planner.api import plan_workload
 from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.describe import describe_plan, is_compiled
-from meshwright.planner.hardware.resolve_cluster import resolve_cluster
 from meshwright.planner.search.choice import (
     CHOICE_TOLERANCE,
     TIE_TOLERANCE,
@@ -36,7 +36,7 @@ from meshwright.planner.search.trainer_rules import RULES, mfu_with_masked_score
 from meshwright.planner.workload.trainer_profiles import TRAINERS
 from meshwright.planner.workload.workload import HEADROOM
 from meshwright.planner.workload.workload_args import build_workload, for_trainer
-from meshwright.topology.layout import Layout
+from tests.planner.planned_cases import CASES, cached_plan, cost_cache
 
 LLAMA_2_7B = Architecture("llama-2-7b", 32, 4096, 32, 32, 128, 11008, 32000)
 

@@ -11,11 +11,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.config.reader import build_dataclass
-from meshwright.errors import ConfigError
-from meshwright.planner.calibration.run_prediction import device_preset
-from meshwright.planner.hardware import cluster as cluster_module
-from meshwright.planner.hardware.cluster import (
+from meshwright.base.config.reader import build_dataclass
+from meshwright.base.hardware import cluster as cluster_module
+from meshwright.base.hardware.cluster import (
     GB,
     NETWORK_400G,
     NODE_TYPES,
@@ -28,8 +26,10 @@ from meshwright.planner.hardware.cluster import (
     preset_cluster,
     sustained,
 )
-from meshwright.planner.hardware.cluster_file import ClusterSchema, build_cluster, cluster_toml, read_cluster
-from meshwright.planner.hardware.resolve_cluster import machine_file, resolve_cluster
+from meshwright.base.hardware.cluster_file import ClusterSchema, build_cluster, cluster_toml, read_cluster
+from meshwright.base.hardware.resolve_cluster import machine_file, resolve_cluster
+from meshwright.errors import ConfigError
+from meshwright.planner.calibration.run_prediction import device_preset
 
 CUSTOM = """
 nodes = 4
@@ -273,7 +273,7 @@ def test_network_of_a_node_equals_bandwidth_per_device(write_file):
 
 def test_resolve_cluster_does_not_import_torch():
     code = (
-        "import sys; from meshwright.planner.hardware.resolve_cluster import resolve_cluster\n"
+        "import sys; from meshwright.base.hardware.resolve_cluster import resolve_cluster\n"
         "resolve_cluster('h100:8x16'); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True)

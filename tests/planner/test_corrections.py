@@ -6,23 +6,23 @@ import json
 from cProfile import Profile
 
 import pytest
-from fake_machine import made_up_machine, write_machine
-from small_run import small_config
 
 from meshwright import train
+from meshwright.base.hardware.resolve_cluster import resolve_cluster
 from meshwright.planner.calibration.calibration_log import CalibrationRecord, append_record, read_records
 from meshwright.planner.calibration.corrections import UNCORRECTED, corrections_for
 from meshwright.planner.calibration.estimator import estimate
 from meshwright.planner.calibration.own_runs import replay_own_runs
 from meshwright.planner.calibration.prediction import prediction_record
 from meshwright.planner.calibration.run_prediction import predict_run
-from meshwright.planner.hardware.resolve_cluster import resolve_cluster
 from meshwright.planner.search.candidate import Candidate
 from meshwright.planner.search.cost_cache import CostCache
 from meshwright.planner.search.plan_to_config import best_plan
 from meshwright.planner.search.search import search
 from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.planner.workload.workload import Workload
+from tests.kit.fake_machine import made_up_machine, write_machine
+from tests.kit.small_run import small_config
 
 
 def small_job(cluster, *overrides, ranks=2):

@@ -5,9 +5,12 @@ from __future__ import annotations
 from collections import Counter
 
 import pytest
-from hybrid_layouts import MACHINE, balanced_config
-from small_run import load_cpu_config
 
+from meshwright.base.hardware.cluster import preset_cluster
+from meshwright.base.hardware.links import GroupPlacement
+from meshwright.base.topology.layout import Layout
+from meshwright.base.topology.schedule_orders import action_orders
+from meshwright.base.topology.schedule_timeline import peak_in_flight_by_stage
 from meshwright.planner.calibration.corrections import UNCORRECTED
 from meshwright.planner.calibration.estimator import estimate
 from meshwright.planner.cost.comm_volume import comm_volume, trace_volume
@@ -16,15 +19,12 @@ from meshwright.planner.cost.trace.operations import Allocate, Communicate, Comp
 from meshwright.planner.cost.trace.pass_memory import MemoryWalk, pass_memory
 from meshwright.planner.cost.trace.pass_time import pass_time
 from meshwright.planner.cost.trace.schedule_passes import ScheduleSize, passes_per_step, schedule_passes, shortened
-from meshwright.planner.hardware.cluster import preset_cluster
-from meshwright.planner.hardware.links import GroupPlacement
 from meshwright.planner.search.candidate import Candidate, candidate_job, exact_job
 from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.planner.workload.trainer_profiles import TRAINERS, trainer_profile
 from meshwright.planner.workload.workload_args import build_workload
-from meshwright.topology.layout import Layout
-from meshwright.topology.schedule_orders import action_orders
-from meshwright.topology.schedule_timeline import peak_in_flight_by_stage
+from tests.kit.hybrid_layouts import MACHINE, balanced_config
+from tests.kit.small_run import load_cpu_config
 
 LAYOUTS = (
     "replicate=1 recompute=full layers=5",

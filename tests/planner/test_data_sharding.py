@@ -6,16 +6,17 @@ from dataclasses import replace
 
 import pytest
 
-from meshwright.config import Batch
-from meshwright.models.architecture import Architecture
+from meshwright.base.config import Batch
+from meshwright.base.hardware.cluster import preset_cluster
+from meshwright.base.hardware.links import GroupPlacement
+from meshwright.base.models.architecture import Architecture
+from meshwright.base.topology.layout import Layout
 from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.cost.peak_memory import estimate_memory
 from meshwright.planner.cost.step_time import estimate_step
 from meshwright.planner.cost.trace.data_parallel_plan import reduce_bytes
 from meshwright.planner.cost.units.group_placements import group_placements
 from meshwright.planner.cost.units.rank_units import unit_groups
-from meshwright.planner.hardware.cluster import preset_cluster
-from meshwright.planner.hardware.links import GroupPlacement
 from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.planner.workload.trainer_profile import TrainerProfile
 from meshwright.planner.workload.trainer_profiles import (
@@ -25,7 +26,6 @@ from meshwright.planner.workload.trainer_profiles import (
     MEGATRON_2024,
     TORCHTITAN_COMPILED,
 )
-from meshwright.topology.layout import Layout
 
 DENSE = Architecture("dense", 32, 4096, 32, 8, 128, 14336, 128256)
 MOE = Architecture("moe", 32, 4096, 32, 8, 128, 14336, 32000, experts=8, experts_active=2, expert_ffn=14336)

@@ -5,17 +5,17 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from planned_cases import cost_cache
-from small_run import load_cpu_config
 
+from meshwright.base.hardware.cluster import NODE_TYPES, preset_cluster
+from meshwright.base.hardware.power import power_limited_fraction
+from meshwright.base.topology.layout import Layout
 from meshwright.planner.calibration.estimator import estimate
 from meshwright.planner.cost.terms.float8_recipe import FLOAT8_RECIPES
 from meshwright.planner.cost.terms.offload_time import offload_seconds
-from meshwright.planner.hardware.cluster import NODE_TYPES, preset_cluster
-from meshwright.planner.hardware.power import power_limited_fraction
 from meshwright.planner.search.candidate import Candidate, candidate_job, exact_job
 from meshwright.planner.workload.planned_job import PlannedJob
-from meshwright.topology.layout import Layout
+from tests.kit.small_run import load_cpu_config
+from tests.planner.planned_cases import cost_cache
 
 
 def llama_job(*options: str, device: str = "h100") -> PlannedJob:

@@ -6,18 +6,18 @@ from fractions import Fraction
 from math import prod
 
 import pytest
-from small_run import load_cpu_config
-from step_harness import count_step_bytes
 
-from meshwright.config import RunConfig
-from meshwright.models.init import build_model
-from meshwright.models.registry import model_spec
+from meshwright.base.config import RunConfig
+from meshwright.base.models.registry import model_spec
+from meshwright.base.topology.optimizer_state import RULES
+from meshwright.base.topology.parameter_shapes import fsdp_shard_dim, padded_numel, shard_shape
+from meshwright.base.topology.unsupported import validate
+from meshwright.core.models.init import build_model
 from meshwright.planner.cost.comm_volume import comm_volume
 from meshwright.planner.cost.peak_memory import StateMemory, state_memory
 from meshwright.testing import run_ranks
-from meshwright.topology.optimizer_state import RULES
-from meshwright.topology.parameter_shapes import fsdp_shard_dim, padded_numel, shard_shape
-from meshwright.topology.unsupported import validate
+from tests.kit.small_run import load_cpu_config
+from tests.kit.step_harness import count_step_bytes
 
 KINDS = ("none", "optimizer", "gradients", "parameters")
 RANKS = 2

@@ -8,19 +8,19 @@ from dataclasses import replace
 from functools import cache
 
 import pytest
-from small_run import load_cpu_config
-from step_harness import accumulating_config, count_step_bytes
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from meshwright.config import RunConfig
-from meshwright.launch.ranks import run_ranks
+from meshwright.base.config import RunConfig
+from meshwright.base.topology.layout import Layout
+from meshwright.base.topology.schedules import SCHEDULES
+from meshwright.base.topology.unsupported import validate
+from meshwright.core.launch.ranks import run_ranks
 from meshwright.planner.cost.comm_volume import CollectiveVolume, comm_volume
 from meshwright.planner.cost.peak_memory import state_memory
 from meshwright.planner.cost.trace.activation_messages import data_dependent_axes
 from meshwright.prover.comm_volume import all_differences
-from meshwright.topology.layout import Layout
-from meshwright.topology.schedules import SCHEDULES
-from meshwright.topology.unsupported import validate
+from tests.kit.small_run import load_cpu_config
+from tests.kit.step_harness import accumulating_config, count_step_bytes
 
 SMALL = ["--model.vocab=26", "--model.width=16", "--model.heads=2", "--model.kv_heads=2", "--model.ffn=18"]
 LAYERS = "layers=4"

@@ -8,9 +8,12 @@ from math import isclose
 from operator import sub
 
 import pytest
-from planned_cases import untrainable_workload
 
-from meshwright.config import Batch
+from meshwright.base.config import Batch
+from meshwright.base.hardware.all_to_all import distinct_groups, token_copies
+from meshwright.base.hardware.cluster import preset_cluster
+from meshwright.base.hardware.links import GroupPlacement, token_all_to_all_seconds
+from meshwright.base.topology.layout import Layout
 from meshwright.planner.calibration.estimator import estimate
 from meshwright.planner.cost.terms.expert_overlap import exposed_all_to_all
 from meshwright.planner.cost.terms.host_time import forward_kernels, host_seconds
@@ -22,16 +25,13 @@ from meshwright.planner.cost.terms.kernel_time import (
 )
 from meshwright.planner.cost.terms.layer_time import layer_shape, layer_time
 from meshwright.planner.cost.trace.activation_messages import ActivationMessages
-from meshwright.planner.hardware.all_to_all import distinct_groups, token_copies
-from meshwright.planner.hardware.cluster import preset_cluster
-from meshwright.planner.hardware.links import GroupPlacement, token_all_to_all_seconds
 from meshwright.planner.search.candidate import Candidate, candidate_job
 from meshwright.planner.workload.expert_loads import rank_imbalance
 from meshwright.planner.workload.expert_settings import DUALPIPE, release_of, with_expert_settings
 from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.planner.workload.trainer_profile import TrainerProfile
 from meshwright.planner.workload.trainer_profiles import BRIDGE, MESHWRIGHT_COMPILED
-from meshwright.topology.layout import Layout
+from tests.planner.planned_cases import untrainable_workload
 
 
 def moe_job(device: str = "h100", expert: int = 16, **changes: object) -> PlannedJob:

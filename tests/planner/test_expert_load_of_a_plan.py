@@ -6,15 +6,15 @@ import json
 from pathlib import Path
 
 import pytest
-from planned_cases import untrainable_workload
 
 import meshwright
-from meshwright.api.expert_load import with_expert_load
-from meshwright.cli.main import main
+from meshwright.base.cli.main import main
+from meshwright.base.hardware.cluster import preset_cluster
+from meshwright.base.topology.layout import Layout
 from meshwright.errors import ConfigError
-from meshwright.planner.hardware.cluster import preset_cluster
 from meshwright.planner.search.candidate import Candidate, candidate_job
-from meshwright.topology.layout import Layout
+from meshwright.planner.workload.expert_load_file import with_expert_load
+from tests.planner.planned_cases import untrainable_workload
 
 
 def write_run(folder: Path, loads: object) -> Path:

@@ -6,16 +6,16 @@ import json
 from dataclasses import replace
 
 import pytest
-from planned_cases import CASES, cached_plan, cost_cache, untrainable_workload
 
+from meshwright.base.hardware.resolve_cluster import resolve_cluster
+from meshwright.base.io import format_bytes, format_percent, format_seconds
+from meshwright.base.topology.layout import Layout
 from meshwright.errors import ConfigError
-from meshwright.io import format_bytes, format_percent, format_seconds
-from meshwright.observe.plan.plan_text import trainer_text
 from meshwright.planner.calibration.estimator import estimate
 from meshwright.planner.calibration.prediction import prediction_record
 from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.describe import describe_plan, exposed_seconds, merged_calls
-from meshwright.planner.hardware.resolve_cluster import resolve_cluster
+from meshwright.planner.display.plan_text import trainer_text
 from meshwright.planner.search.candidate import Candidate
 from meshwright.planner.search.choice import complexity, memory_risk
 from meshwright.planner.search.cost_cache import CostCache
@@ -28,7 +28,7 @@ from meshwright.planner.search.search import search
 from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.planner.workload.workload import count_samples
 from meshwright.planner.workload.workload_args import build_workload, for_trainer
-from meshwright.topology.layout import Layout
+from tests.planner.planned_cases import CASES, cached_plan, cost_cache, untrainable_workload
 
 PARTS = ("problem", "mechanism", "communication", "tradeoff", "measurement")
 

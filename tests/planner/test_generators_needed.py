@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.api.prediction import plan
-from meshwright.config import load_config
+from meshwright.base.config import load_config
+from meshwright.base.hardware.resolve_cluster import resolve_cluster
+from meshwright.planner.api import plan
 from meshwright.planner.cost.terms.kernel_time import LAUNCH_GAP
 from meshwright.planner.generation import (
     KERNELS_PER_BLOCK,
@@ -18,7 +19,6 @@ from meshwright.planner.generation import (
     plan_generators,
     wait_share,
 )
-from meshwright.planner.hardware.resolve_cluster import resolve_cluster
 from meshwright.planner.search.plan_result import plan_json
 from meshwright.planner.workload.planned_job import PlannedJob
 

@@ -13,11 +13,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from meshwright.config import PRESETS
+from meshwright.base.config import PRESETS
+from meshwright.base.hardware.cluster import preset_cluster
+from meshwright.base.models.config_fields import MAX_CONFIG_BYTES
+from meshwright.base.models.registry import model_architecture, model_spec
 from meshwright.errors import ConfigError
-from meshwright.models.config_fields import MAX_CONFIG_BYTES
-from meshwright.models.registry import model_architecture, model_spec
-from meshwright.planner.hardware.cluster import preset_cluster
 from meshwright.planner.workload.huggingface_config import FAMILIES, parse_huggingface_config
 from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.planner.workload.resolve_model import resolve_model

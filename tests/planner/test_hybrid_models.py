@@ -8,17 +8,17 @@ from typing import Any
 
 import pytest
 
-from meshwright.config import Batch
+from meshwright.base.config import Batch
+from meshwright.base.hardware.cluster import preset_cluster
+from meshwright.base.models.architecture import Architecture
+from meshwright.base.models.block_kinds import BlockKind, LinearAttention, StateSpace, attended_tokens
+from meshwright.base.topology.layout import Layout
 from meshwright.errors import ConfigError
-from meshwright.models.architecture import Architecture
-from meshwright.models.block_kinds import BlockKind, LinearAttention, StateSpace, attended_tokens
 from meshwright.planner.calibration.estimator import estimate
 from meshwright.planner.cost.step_time import step_flops
 from meshwright.planner.cost.terms.layer_time import kind_time, layer_shape
-from meshwright.planner.hardware.cluster import preset_cluster
 from meshwright.planner.workload.huggingface_config import parse_huggingface_config
 from meshwright.planner.workload.planned_job import PlannedJob
-from meshwright.topology.layout import Layout
 
 GPT_OSS = {
     "model_type": "gpt_oss", "hidden_size": 2880, "num_hidden_layers": 36, "num_attention_heads": 64,

@@ -6,11 +6,10 @@ from dataclasses import replace
 from itertools import pairwise
 
 import pytest
-from planned_cases import CASES, cached_plan, cost_cache
 
+from meshwright.base.hardware.resolve_cluster import resolve_cluster
 from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.describe import is_compiled, lost_seconds
-from meshwright.planner.hardware.resolve_cluster import resolve_cluster
 from meshwright.planner.search.explanation.ladder import (
     BOTTLENECK_SHARE,
     Bottleneck,
@@ -22,6 +21,7 @@ from meshwright.planner.search.explanation.ladder import (
 from meshwright.planner.search.plan_result import make_plan
 from meshwright.planner.search.search import search
 from meshwright.planner.workload.workload_args import build_workload
+from tests.planner.planned_cases import CASES, cached_plan, cost_cache
 
 
 @pytest.mark.parametrize(("model", "cluster"), CASES)

@@ -10,6 +10,7 @@ from typing import Any
 
 import pytest
 
+from meshwright.base.hardware.cluster import NODE_TYPES, preset_cluster
 from meshwright.planner.calibration import leave_one_out as module
 from meshwright.planner.calibration.leave_one_out import chip, leave_one_out, unfitted_device
 from meshwright.planner.calibration.profile_fit import (
@@ -23,7 +24,6 @@ from meshwright.planner.calibration.profile_fit import (
 from meshwright.planner.calibration.published.published_runs import PublishedRun, parse_run
 from meshwright.planner.calibration.replay import publisher
 from meshwright.planner.cost.step_time import estimate_step
-from meshwright.planner.hardware.cluster import NODE_TYPES, preset_cluster
 
 PUBLISHED_RUNS = Path(__file__).parents[2] / "examples" / "published_runs.json"
 

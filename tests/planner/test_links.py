@@ -7,20 +7,20 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.config import Batch
-from meshwright.models.architecture import Architecture
-from meshwright.planner.cost.units.group_placements import group_placements
-from meshwright.planner.hardware.adapters import (
+from meshwright.base.config import Batch
+from meshwright.base.hardware.adapters import (
     groups_at_once,
     sender_bandwidth,
     senders_at_once,
 )
-from meshwright.planner.hardware.cluster import GB, NODE_TYPES, Cluster, preset_cluster
-from meshwright.planner.hardware.cluster_file import read_cluster
-from meshwright.planner.hardware.links import GroupPlacement, collective_seconds
+from meshwright.base.hardware.cluster import GB, NODE_TYPES, Cluster, preset_cluster
+from meshwright.base.hardware.cluster_file import read_cluster
+from meshwright.base.hardware.links import GroupPlacement, collective_seconds
+from meshwright.base.models.architecture import Architecture
+from meshwright.base.topology.layout import Layout
+from meshwright.planner.cost.units.group_placements import group_placements
 from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.planner.workload.trainer_profiles import MEGATRON_2024
-from meshwright.topology.layout import Layout
 
 MIB = 1 << 20
 H200_ALL_REDUCE = {1: 39.93, 4: 107.16, 16: 219.89, 64: 346.51, 256: 436.15, 1024: 463.58, 16384: 482.26}

@@ -13,17 +13,17 @@ import pytest
 import torch
 from rich.console import Console
 
-from meshwright.cli import main
+from meshwright.base.cli import main
+from meshwright.base.hardware.cluster import BandwidthCurve, MatmulRate
+from meshwright.base.hardware.cluster_file import read_cluster
+from meshwright.base.hardware.resolve_cluster import measurement_file, resolve_cluster, write_cluster
+from meshwright.base.io import format_si
 from meshwright.errors import ConfigError
-from meshwright.io import format_si
-from meshwright.measure.collectives import COLLECTIVES, MESSAGE_BYTES, bus_factor
-from meshwright.measure.kernels import MATMUL_SHAPES, TORCH_DTYPES
-from meshwright.measure.machine import MachineMeasurement, measure, measured_cluster
-from meshwright.measure.timing import MAX_CALLS, MIN_BATCHES, TimeBudget, TimingGroup, fits_budget
-from meshwright.observe.plan.machine_text import show_machine
-from meshwright.planner.hardware.cluster import BandwidthCurve, MatmulRate
-from meshwright.planner.hardware.cluster_file import read_cluster
-from meshwright.planner.hardware.resolve_cluster import measurement_file, resolve_cluster, write_cluster
+from meshwright.ops.measure.collectives import COLLECTIVES, MESSAGE_BYTES, bus_factor
+from meshwright.ops.measure.kernels import MATMUL_SHAPES, TORCH_DTYPES
+from meshwright.ops.measure.machine import MachineMeasurement, measure, measured_cluster
+from meshwright.ops.measure.timing import MAX_CALLS, MIN_BATCHES, TimeBudget, TimingGroup, fits_budget
+from meshwright.planner.display.machine_text import show_machine
 
 MESHWRIGHT = str(Path(sys.executable).with_name("meshwright"))
 
@@ -71,7 +71,7 @@ def test_measurement_reads_back_as_cluster_here_without_torch(measured):
     assert answer["file"] == str(home / "machine.toml")
     assert [path.name for path in home.iterdir()] == ["machine.toml"]
     code = (
-        "import sys, json, dataclasses; from meshwright.planner.hardware.resolve_cluster import resolve_cluster\n"
+        "import sys, json, dataclasses; from meshwright.base.hardware.resolve_cluster import resolve_cluster\n"
         "print(json.dumps(dataclasses.asdict(resolve_cluster('here')))); assert 'torch' not in sys.modules"
     )
     environment = os.environ | {"MESHWRIGHT_HOME": str(home)}

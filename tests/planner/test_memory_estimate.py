@@ -5,16 +5,18 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from small_run import load_cpu_config
 
-from meshwright.config import Batch
+from meshwright.base.config import Batch
+from meshwright.base.hardware.cluster import MIB, preset_cluster
+from meshwright.base.models.architecture import Architecture
+from meshwright.base.topology.layout import Layout
+from meshwright.base.topology.optimizer_state import RULES
+from meshwright.base.topology.unsupported import validate
 from meshwright.errors import ConfigError
-from meshwright.models.architecture import Architecture
 from meshwright.planner.cost.peak_memory import estimate_memory, rank_traces, state_memory
 from meshwright.planner.cost.trace.operations import GRADIENTS
 from meshwright.planner.cost.trace.pass_memory import MemoryWalk
 from meshwright.planner.cost.units.stage_parameters import partition_evenly
-from meshwright.planner.hardware.cluster import MIB, preset_cluster
 from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.planner.workload.trainer_profile import TrainerProfile
 from meshwright.planner.workload.trainer_profiles import (
@@ -25,9 +27,7 @@ from meshwright.planner.workload.trainer_profiles import (
     MESHWRIGHT,
     TORCHTITAN,
 )
-from meshwright.topology.layout import Layout
-from meshwright.topology.optimizer_state import RULES
-from meshwright.topology.unsupported import validate
+from tests.kit.small_run import load_cpu_config
 
 GIB = 1024 * MIB
 

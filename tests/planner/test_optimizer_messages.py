@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
-from small_run import load_cpu_config
 
+from meshwright.base.hardware.cluster import preset_cluster
+from meshwright.base.topology.unsupported import validate
 from meshwright.planner.cost.comm_volume import comm_volume
 from meshwright.planner.cost.terms.optimizer_time import optimizer_time
-from meshwright.planner.hardware.cluster import preset_cluster
 from meshwright.planner.workload.planned_job import PlannedJob
-from meshwright.topology.unsupported import validate
+from tests.kit.small_run import load_cpu_config
 
 MODEL = ("--model.layers=1", "--model.width=16", "--model.heads=2", "--model.kv_heads=2", "--model.ffn=24")
 BLOCK = 4 * 16 * 16 + 3 * 16 * 24

@@ -8,13 +8,13 @@ from zlib import crc32
 
 import pytest
 
-from meshwright.cli import main
-from meshwright.config import config_from_dict
+from meshwright.base.cli import main
+from meshwright.base.config import config_from_dict
+from meshwright.base.hardware.cluster import preset_cluster
 from meshwright.errors import ConfigError
 from meshwright.planner.calibration import own_runs
 from meshwright.planner.calibration.calibration_log import CalibrationRecord
 from meshwright.planner.calibration.own_runs import replay_own_runs
-from meshwright.planner.hardware.cluster import preset_cluster
 from meshwright.planner.workload.planned_job import PlannedJob
 
 

@@ -8,13 +8,13 @@ import sys
 
 import pytest
 import torch
-from predicted_models import MODELS, build_llama, config_for, summed_loss
 from torch import nn
 
 import meshwright
 from meshwright.errors import ConfigError
-from meshwright.observe.plan.plan_text import show_plan
+from meshwright.planner.display.plan_text import show_plan
 from meshwright.planner.search.plan_result import plan_json, plan_toml
+from tests.kit.predicted_models import MODELS, build_llama, config_for, summed_loss
 
 
 def build_on_meta() -> nn.Module:

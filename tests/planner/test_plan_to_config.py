@@ -7,19 +7,19 @@ import tomllib
 from dataclasses import replace
 
 import pytest
-from fake_machine import made_up_machine, write_machine
-from small_run import SMALL, small_config
 
-from meshwright.cli import main
-from meshwright.config import config_to_toml, load_config
+from meshwright.base.cli import main
+from meshwright.base.config import config_to_toml, load_config
+from meshwright.base.hardware.resolve_cluster import resolve_cluster
+from meshwright.base.topology.layout import Layout
 from meshwright.errors import ConfigError
-from meshwright.planner.hardware.resolve_cluster import resolve_cluster
 from meshwright.planner.search.candidate import Candidate, candidate_config
 from meshwright.planner.search.cost_cache import CostCache
 from meshwright.planner.search.plan_to_config import resolve_plan
 from meshwright.planner.search.search import search
 from meshwright.planner.workload.workload_args import workload_from_config
-from meshwright.topology.layout import Layout
+from tests.kit.fake_machine import made_up_machine, write_machine
+from tests.kit.small_run import SMALL, small_config
 
 
 @pytest.fixture

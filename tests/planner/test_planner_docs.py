@@ -8,16 +8,16 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.config import RunConfig, load_config
-from meshwright.config.device_defaults import with_device_defaults
+from meshwright.base.config import RunConfig, load_config
+from meshwright.base.config.device_defaults import with_device_defaults
+from meshwright.base.hardware.cluster import GB, NODE_TYPES, TERA, preset_cluster
+from meshwright.base.topology.layout import Layout
 from meshwright.planner.calibration.profile_fit import FITTED_FIELDS
 from meshwright.planner.cost.comm_volume import run_trace
 from meshwright.planner.cost.trace.operations import Communicate
-from meshwright.planner.hardware.cluster import GB, NODE_TYPES, TERA, preset_cluster
 from meshwright.planner.workload import trainer_profiles
 from meshwright.planner.workload.own_trainer import own_trainer
 from meshwright.planner.workload.planned_job import PlannedJob
-from meshwright.topology.layout import Layout
 
 CUDA_DEFAULTS = with_device_defaults(RunConfig(), "cuda")
 FITTED_PROFILES = (

@@ -5,16 +5,16 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from test_published_runs import LLAMA_70B, run_row
 
+from meshwright.base.hardware.cluster import GB
+from meshwright.base.topology.schedules import SCHEDULES
 from meshwright.errors import ConfigError
 from meshwright.planner.calibration.published.published_figures import flop_convention
 from meshwright.planner.calibration.published.published_runs import PublishedRun, parse_run
 from meshwright.planner.calibration.published.published_schedules import NAMES
 from meshwright.planner.calibration.published.published_software import stated_flags
 from meshwright.planner.calibration.replay import replay_run
-from meshwright.planner.hardware.cluster import GB
-from meshwright.topology.schedules import SCHEDULES
+from tests.planner.test_published_runs import LLAMA_70B, run_row
 
 MIXTRAL = {
     "layers": 32,

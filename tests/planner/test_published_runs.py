@@ -8,18 +8,18 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from planned_cases import untrainable_workload
 
+from meshwright.base.hardware.cluster import preset_cluster
+from meshwright.base.topology.layout import Layout
 from meshwright.errors import ConfigError
 from meshwright.planner.calibration.published.published_figures import parse_memory
 from meshwright.planner.calibration.published.published_runs import parse_run, read_published_runs
 from meshwright.planner.calibration.replay import replay, replay_run
-from meshwright.planner.hardware.cluster import preset_cluster
 from meshwright.planner.search.candidate import Candidate, candidate_trainer
 from meshwright.planner.workload import trainer_profiles
 from meshwright.planner.workload.trainer_profile import with_matmul_precision
 from meshwright.planner.workload.trainer_profiles import BRIDGE, TORCHTITAN, TRAINERS, trainer_profile
-from meshwright.topology.layout import Layout
+from tests.planner.planned_cases import untrainable_workload
 
 PUBLISHED_RUNS = Path(__file__).parents[2] / "examples" / "published_runs.json"
 LLAMA_70B = {

@@ -13,10 +13,10 @@ import pytest
 from rich.console import Console
 
 from meshwright.errors import ConfigError
-from meshwright.observe.plan.replay_text import show_replay
 from meshwright.planner.calibration.published import published_software
 from meshwright.planner.calibration.published.published_runs import parse_run, read_published_runs
 from meshwright.planner.calibration.replay import percentile_90, rank_sweep, replay, replay_run
+from meshwright.planner.display.replay_text import show_replay
 from meshwright.planner.workload import trainer_profiles
 
 PUBLISHED_RUNS = Path(__file__).parents[2] / "examples" / "published_runs.json"

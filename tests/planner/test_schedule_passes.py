@@ -6,8 +6,8 @@ from collections import Counter
 
 import pytest
 
+from meshwright.base.topology.schedules import SCHEDULES
 from meshwright.planner.cost.trace.schedule_passes import ScheduleSize, passes_per_step, schedule_passes
-from meshwright.topology.schedules import SCHEDULES
 
 RESHARDING = ("local", "once", "stays", "micro_step", "reshards")
 

@@ -12,11 +12,11 @@ from math import prod
 from random import Random
 
 import pytest
-from planned_cases import CASES, cached_plan, cost_cache, untrainable_workload
 
-from meshwright.config import load_config
-from meshwright.models.registry import model_architecture
-from meshwright.planner.hardware.resolve_cluster import resolve_cluster
+from meshwright.base.config import load_config
+from meshwright.base.hardware.resolve_cluster import resolve_cluster
+from meshwright.base.models.registry import model_architecture
+from meshwright.base.topology.unsupported import validate
 from meshwright.planner.search.bounds import candidate_bounds
 from meshwright.planner.search.candidate import Candidate, candidate_config, validation_error
 from meshwright.planner.search.choice import CHOICE_TOLERANCE, complexity, expected_seconds
@@ -36,7 +36,7 @@ from meshwright.planner.search.search_space import (
 )
 from meshwright.planner.workload.workload import Workload
 from meshwright.planner.workload.workload_args import build_workload, for_trainer
-from meshwright.topology.unsupported import validate
+from tests.planner.planned_cases import CASES, cached_plan, cost_cache, untrainable_workload
 
 
 def all_candidates(cache: CostCache):
@@ -105,7 +105,7 @@ def test_no_plan_beats_the_pareto_front_in_both_time_and_memory(model, cluster):
 def test_pareto_front_does_not_depend_on_the_order_of_sets():
     code = (
         "from meshwright.planner.workload.workload_args import build_workload\n"
-        "from meshwright.planner.hardware.resolve_cluster import resolve_cluster\n"
+        "from meshwright.base.hardware.resolve_cluster import resolve_cluster\n"
         "from meshwright.planner.search.candidate import Candidate\n"
         "from meshwright.planner.search.cost_cache import CostCache\n"
         "from meshwright.planner.search.search import search\n"
@@ -132,7 +132,7 @@ def test_search_of_16384_devices_is_bounded_and_imports_no_torch():
     code = (
         "import sys\n"
         "from meshwright.planner.workload.workload_args import build_workload\n"
-        "from meshwright.planner.hardware.resolve_cluster import resolve_cluster\n"
+        "from meshwright.base.hardware.resolve_cluster import resolve_cluster\n"
         "from meshwright.planner.search.cost_cache import CostCache\n"
         "from meshwright.planner.search.search import search\n"
         "result = search(CostCache(build_workload('llama-405b'), resolve_cluster('h100:8x2048')))\n"

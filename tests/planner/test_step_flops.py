@@ -8,11 +8,12 @@ from math import isclose
 from pathlib import Path
 
 import pytest
-from small_run import load_cpu_config
 
-from meshwright.config import Batch
-from meshwright.models.architecture import Architecture
-from meshwright.models.block_kinds import BlockKind
+from meshwright.base.config import Batch
+from meshwright.base.hardware.cluster import preset_cluster
+from meshwright.base.models.architecture import Architecture
+from meshwright.base.models.block_kinds import BlockKind
+from meshwright.base.topology.layout import Layout
 from meshwright.planner.calibration.estimator import estimate
 from meshwright.planner.cost.peak_memory import activation_settings
 from meshwright.planner.cost.step_flops import step_flops
@@ -25,11 +26,10 @@ from meshwright.planner.cost.terms.layer_time import (
     mixer_projections,
 )
 from meshwright.planner.cost.terms.recomputation import SELECTIVE
-from meshwright.planner.hardware.cluster import preset_cluster
 from meshwright.planner.workload.huggingface_config import parse_huggingface_config
 from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.planner.workload.trainer_profiles import HAI_LLM, MEGATRON_2022, MESHWRIGHT
-from meshwright.topology.layout import Layout
+from tests.kit.small_run import load_cpu_config
 
 CONFIGS = json.loads((Path(__file__).parent / "huggingface_configs.json").read_text())
 SINGLE = Layout(1, 1, 1, 1, 1, 1)

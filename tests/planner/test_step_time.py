@@ -10,19 +10,19 @@ from pathlib import Path
 from statistics import median
 
 import pytest
-from small_run import load_cpu_config
 
-from meshwright.config import config_from_dict, derive_batch
+from meshwright.base.config import config_from_dict, derive_batch
+from meshwright.base.hardware.cluster import Link, preset_cluster
+from meshwright.base.hardware.links import GroupPlacement, collective_seconds, group_placement
+from meshwright.base.topology.layout import Layout
+from meshwright.base.topology.schedules import SCHEDULES
 from meshwright.errors import ConfigError
 from meshwright.planner.calibration.estimator import estimate
 from meshwright.planner.cost.comm_volume import comm_volume
 from meshwright.planner.cost.terms.kernel_time import KernelRate, matmul_time
 from meshwright.planner.cost.terms.layer_time import embedding_time, head_time, layer_shape, layer_time
-from meshwright.planner.hardware.cluster import Link, preset_cluster
-from meshwright.planner.hardware.links import GroupPlacement, collective_seconds, group_placement
 from meshwright.planner.workload.planned_job import PlannedJob
-from meshwright.topology.layout import Layout
-from meshwright.topology.schedules import SCHEDULES
+from tests.kit.small_run import load_cpu_config
 
 H200 = KernelRate(683e12, 4.1e12, 132, 2)
 """As measured: a bf16 matmul of 8192 x 8192 x 8192, sustained until the card is warm, and a device copy."""

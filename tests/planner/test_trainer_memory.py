@@ -7,13 +7,13 @@ from dataclasses import replace
 import pytest
 
 from benchmarks.setups import SETUPS, workload
+from meshwright.base.hardware.resolve_cluster import resolve_cluster
 from meshwright.planner.calibration.estimator import estimate
 from meshwright.planner.cost.peak_memory import activation_settings, rank_traces
 from meshwright.planner.cost.terms.activations import block_activations
 from meshwright.planner.cost.terms.layer_time import layer_shape, layer_time
 from meshwright.planner.cost.trace.operations import GRADIENTS
 from meshwright.planner.cost.trace.pass_memory import MemoryWalk
-from meshwright.planner.hardware.resolve_cluster import resolve_cluster
 from meshwright.planner.search.candidate import candidate_job
 from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.planner.workload.trainer_profiles import HAI_LLM, MEGATRON_2024, in_16_bits

@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
+from meshwright.base.hardware.cluster import preset_cluster
+from meshwright.base.topology.layout import Layout
 from meshwright.errors import ConfigError
 from meshwright.planner.calibration.estimator import estimate
-from meshwright.planner.hardware.cluster import preset_cluster
 from meshwright.planner.search.candidate import Candidate, candidate_job
 from meshwright.planner.workload.trainer_profile import with_matmul_precision
 from meshwright.planner.workload.trainer_profiles import TRAINERS
 from meshwright.planner.workload.workload_args import build_workload, for_trainer
-from meshwright.topology.layout import Layout
 
 UNMODELLED = {
     "[lora]\nrank = 8\n": "lora.rank; expected lora.rank = 0",

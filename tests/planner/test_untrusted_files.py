@@ -10,9 +10,10 @@ from typing import Any
 
 import pytest
 
-from meshwright.cli import main
+from meshwright.base.cli import main
+from meshwright.base.hardware.resolve_cluster import measurement_file
+from meshwright.base.io import finite
 from meshwright.errors import ConfigError
-from meshwright.io import finite
 from meshwright.planner.calibration.leave_one_out import MAX_GROUPS
 from meshwright.planner.calibration.published.published_runs import parse_run, read_published_runs
 from meshwright.planner.calibration.published.published_schedules import (
@@ -23,7 +24,6 @@ from meshwright.planner.calibration.published.published_schedules import (
 )
 from meshwright.planner.calibration.published.unstated_settings import schedule_size
 from meshwright.planner.calibration.replay import replay
-from meshwright.planner.hardware.resolve_cluster import measurement_file
 
 PUBLISHED_RUNS = Path(__file__).parents[2] / "examples" / "published_runs.json"
 

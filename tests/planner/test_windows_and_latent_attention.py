@@ -5,21 +5,21 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from small_run import load_cpu_config
 
-from meshwright.config import Batch
-from meshwright.models.architecture import Architecture, LatentAttention
-from meshwright.models.block_kinds import BlockKind
-from meshwright.models.layers.chunked_attention import QUERIES
-from meshwright.models.registry import model_architecture
+from meshwright.base.config import Batch
+from meshwright.base.hardware.cluster import preset_cluster
+from meshwright.base.models.architecture import Architecture, LatentAttention
+from meshwright.base.models.block_kinds import BlockKind
+from meshwright.base.models.registry import model_architecture
+from meshwright.base.topology.layout import Layout
+from meshwright.core.models.layers.chunked_attention import QUERIES
 from meshwright.planner.calibration.estimator import estimate
 from meshwright.planner.cost.step_flops import step_flops
 from meshwright.planner.cost.terms.layer_time import CHUNK_QUERIES, attention_time, layer_shape
 from meshwright.planner.cost.trace.activation_messages import ActivationMessages
-from meshwright.planner.hardware.cluster import preset_cluster
 from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.planner.workload.trainer_profiles import MEGATRON_2024
-from meshwright.topology.layout import Layout
+from tests.kit.small_run import load_cpu_config
 
 SEQUENCE = 16_384
 

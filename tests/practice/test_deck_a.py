@@ -7,11 +7,10 @@ from collections import Counter
 from functools import cache
 
 import pytest
-
-from meshwright.practice.cards.card import Card, KnobValue, Observation
-from meshwright.practice.cards.deck.communication import collectives, ddp, ddp_traps, experts, tensor_and_sequence
-from meshwright.practice.cards.deck.state import backpropagation, fsdp, placement, sharding, sharding_traps
-from meshwright.practice.experiments.communication.socket_bytes import received_bytes
+from meshwright_practice.cards.card import Card, KnobValue, Observation
+from meshwright_practice.cards.deck.communication import collectives, ddp, ddp_traps, experts, tensor_and_sequence
+from meshwright_practice.cards.deck.state import backpropagation, fsdp, placement, sharding, sharding_traps
+from meshwright_practice.experiments.communication.socket_bytes import received_bytes
 
 MODULES = (
     backpropagation,
@@ -103,7 +102,7 @@ def test_received_bytes_are_those_of_this_process():
 
 
 def test_cards_on_collectives_hold_where_connections_are_not_counted(monkeypatch):
-    monkeypatch.setattr("meshwright.practice.experiments.communication.collectives.received_bytes", lambda: 0)
+    monkeypatch.setattr("meshwright_practice.experiments.communication.collectives.received_bytes", lambda: 0)
     experiment = CARDS["ring-all-reduce-bytes"].experiment
     observation = experiment.load()(experiment.defaults())
     assert "not measured" in observation.notes[0]

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from functools import cache
 
 import pytest
-
-from meshwright.practice.cards.card import Card, Observation, Relation
-from meshwright.practice.cards.deck import (
+from meshwright_practice.cards.card import Card, Observation, Relation
+from meshwright_practice.cards.deck import (
     batches,
     data_and_recovery,
     diagnosis,
@@ -20,7 +19,7 @@ from meshwright.practice.cards.deck import (
     schedules,
     system_questions,
 )
-from meshwright.practice.pictures import Bars, Curves, GanttChart, HeatMap
+from meshwright_practice.pictures import Bars, Curves, GanttChart, HeatMap
 
 MODULES = (
     batches,

@@ -5,12 +5,11 @@ from __future__ import annotations
 from math import lcm
 from random import Random
 
-from small_run import load_cpu_config
-from traced_cases import SMALL
-
+from meshwright.base.topology.schedules import SCHEDULES
+from meshwright.base.topology.unsupported import validate
 from meshwright.errors import ConfigError
-from meshwright.topology.schedules import SCHEDULES
-from meshwright.topology.unsupported import validate
+from tests.kit.small_run import load_cpu_config
+from tests.prover.traced_cases import SMALL
 
 MAX_RANKS = 8
 PRECISIONS = ("fp32", "fp32", "fp32", "fp64", "fp64", "bf16", "fp16")

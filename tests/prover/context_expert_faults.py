@@ -6,7 +6,22 @@ from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
-from seeded_faults import (
+
+from meshwright.base.config import IGNORE_INDEX
+from meshwright.base.topology.layout import Layout
+from meshwright.core.models.layers.expert_weights import ExpertWeights
+from meshwright.core.models.layers.experts import Router
+from meshwright.core.optim.interface import Optimizer
+from meshwright.core.parallel import all_to_all, expert_parallel, parallelize
+from meshwright.core.parallel.context_parallel import ring_attention, sequence_chunks
+from meshwright.core.parallel.context_parallel.blockwise_attention import AttentionMask
+from meshwright.core.parallel.data_parallel import fsdp
+from meshwright.core.parallel.data_parallel.ddp import DDPModel
+from meshwright.core.parallel.data_parallel.fsdp import FSDPModel
+from meshwright.core.parallel.local_shard import local_tensor
+from meshwright.core.trainer.evaluate import Evaluation
+from meshwright.core.trainer.expert_balancer import ExpertBalancer
+from tests.prover.seeded_faults import (
     EVALUATION,
     INCOMPLETE,
     ONE_REPLICA,
@@ -19,21 +34,6 @@ from seeded_faults import (
     skip_all_reduce,
     wrap,
 )
-
-from meshwright.config import IGNORE_INDEX
-from meshwright.models.layers.expert_weights import ExpertWeights
-from meshwright.models.layers.experts import Router
-from meshwright.optim.interface import Optimizer
-from meshwright.parallel import all_to_all, expert_parallel, parallelize
-from meshwright.parallel.context_parallel import ring_attention, sequence_chunks
-from meshwright.parallel.context_parallel.blockwise_attention import AttentionMask
-from meshwright.parallel.data_parallel import fsdp
-from meshwright.parallel.data_parallel.ddp import DDPModel
-from meshwright.parallel.data_parallel.fsdp import FSDPModel
-from meshwright.parallel.local_shard import local_tensor
-from meshwright.topology.layout import Layout
-from meshwright.trainer.evaluate import Evaluation
-from meshwright.trainer.expert_balancer import ExpertBalancer
 
 RING = (*ONE_REPLICA, "--layout.context=2")
 RING_3 = (*ONE_REPLICA, "--layout.context=3")

@@ -7,16 +7,16 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from custom_models import TokenSource
-
-from meshwright import faults
-from meshwright.config import BatchConfig, EvalConfig, LaunchConfig, LayoutConfig, RunConfig
-from meshwright.config.device_defaults import with_device_defaults
-from meshwright.data.source import IndexableSource, find_structure
+from meshwright.base.config import BatchConfig, EvalConfig, LaunchConfig, LayoutConfig, RunConfig
+from meshwright.base.config.device_defaults import with_device_defaults
+from meshwright.core import faults
+from meshwright.core.data.source import IndexableSource, find_structure
+from meshwright.core.launch.ranks import run_ranks
+from meshwright.core.parallel.infer_spec import infer_parallel_spec
+from meshwright.core.parallel.parallel_spec import ParallelSpec
+from meshwright.core.trainer.custom_model import CustomModel
+from meshwright.core.trainer.loop import train_rank
 from meshwright.errors import MeshwrightError
-from meshwright.launch.ranks import run_ranks
-from meshwright.parallel.infer_spec import infer_parallel_spec
-from meshwright.parallel.parallel_spec import ParallelSpec
 from meshwright.prover.claims import fault_environment
 from meshwright.prover.custom.model_facts import ModelFacts, collect_facts
 from meshwright.prover.custom.subject import Subject
@@ -25,8 +25,7 @@ from meshwright.prover.reference import compute_references
 from meshwright.prover.shrink.custom_runs import custom_runs
 from meshwright.prover.tracer import assemble, common_steps
 from meshwright.prover.training import TracedRun, describe_comparison, describe_failure
-from meshwright.trainer.custom_model import CustomModel
-from meshwright.trainer.loop import train_rank
+from tests.prover.custom_models import TokenSource
 
 FLOAT64 = "float64"
 

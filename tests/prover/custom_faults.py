@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import partial
 
 import torch.distributed as dist
-from custom_cases import CustomCase
-from custom_models import Classifier, Points, TokenModel, class_loss, token_loss
 
-from meshwright.config import LayoutConfig
+from meshwright.base.config import LayoutConfig
+from tests.prover.custom_cases import CustomCase
+from tests.prover.custom_models import Classifier, Points, TokenModel, class_loss, token_loss
 
 REPLICATE = LayoutConfig(replicate=2)
 SHARD = LayoutConfig(replicate=2, shard="parameters")

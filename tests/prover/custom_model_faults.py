@@ -7,11 +7,22 @@ import os
 import numpy as np
 import torch
 import torch.distributed as dist
-from custom_cases import CustomCase
-from custom_faults import BATCH_LOSS, FORWARD, REPLICATE, STATE, classifier, custom_fault, rank, ranks, tokens
-from custom_models import WIDTH, Classifier, Points, TokenModel, class_loss, token_loss
 from torch import nn
 from torch.nn import functional as F
+
+from tests.prover.custom_cases import CustomCase
+from tests.prover.custom_faults import (
+    BATCH_LOSS,
+    FORWARD,
+    REPLICATE,
+    STATE,
+    classifier,
+    custom_fault,
+    rank,
+    ranks,
+    tokens,
+)
+from tests.prover.custom_models import WIDTH, Classifier, Points, TokenModel, class_loss, token_loss
 
 # Losses and scales
 

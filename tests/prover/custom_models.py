@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 from torch.nn import functional as F
 
-from meshwright.parallel.parallel_spec import ParallelSpec
+from meshwright.core.parallel.parallel_spec import ParallelSpec
 
 VOCAB, WIDTH, SEQUENCE = 16, 8, 6
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from custom_cases import CustomCase
-from custom_faults import SHARD, TENSOR, TENSOR_FORWARD, custom_fault, rank, ranks, tokens
-from custom_models import WIDTH, Block, TokenModel, token_loss
 from torch import Tensor, nn
 from torch.distributed.tensor import Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, ParallelStyle, RowwiseParallel
 from torch.nn import functional as F
 
-from meshwright.parallel.parallel_spec import ParallelSpec
+from meshwright.core.parallel.parallel_spec import ParallelSpec
+from tests.prover.custom_cases import CustomCase
+from tests.prover.custom_faults import SHARD, TENSOR, TENSOR_FORWARD, custom_fault, rank, ranks, tokens
+from tests.prover.custom_models import WIDTH, Block, TokenModel, token_loss
 
 # Sharded parameters
 

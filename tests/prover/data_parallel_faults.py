@@ -7,7 +7,16 @@ from dataclasses import replace
 
 import torch
 import torch.distributed as dist
-from seeded_faults import (
+from torch.distributed.fsdp import FSDPModule
+
+from meshwright.core.optim.interface import Optimizer
+from meshwright.core.parallel import parallel_spec
+from meshwright.core.parallel.data_parallel import ddp, fsdp
+from meshwright.core.parallel.data_parallel.ddp import DDPModel
+from meshwright.core.parallel.data_parallel.fsdp import FSDPModel
+from meshwright.core.parallel.materialize import Materializer
+from meshwright.core.trainer.step import Step
+from tests.prover.seeded_faults import (
     COUNTED_TWICE,
     HYBRID_SHARD,
     INCOMPLETE,
@@ -31,16 +40,7 @@ from seeded_faults import (
     skip_all_reduce,
     wrap,
 )
-from torch.distributed.fsdp import FSDPModule
-from traced_cases import AS_CONFIGURED, FLOAT64
-
-from meshwright.optim.interface import Optimizer
-from meshwright.parallel import parallel_spec
-from meshwright.parallel.data_parallel import ddp, fsdp
-from meshwright.parallel.data_parallel.ddp import DDPModel
-from meshwright.parallel.data_parallel.fsdp import FSDPModel
-from meshwright.parallel.materialize import Materializer
-from meshwright.trainer.step import Step
+from tests.prover.traced_cases import AS_CONFIGURED, FLOAT64
 
 
 def divide_loss_by(patch, count_tokens):

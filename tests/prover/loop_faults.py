@@ -5,20 +5,20 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from seeded_faults import after_init, map_result, wrap
-from traced_cases import VARIATION
-from user_faults import EVALUATION, EXPERTS, INCOMPLETE, ONE_RANK, REPLICATE, UPDATE, user_fault
 
-from meshwright.data.loader import Loader
-from meshwright.data.stream import Stream
-from meshwright.optim.interface import Optimizer
-from meshwright.parallel.parallel_model import ParallelModel
-from meshwright.trainer import step as step_module
-from meshwright.trainer.evaluate import Evaluation
-from meshwright.trainer.expert_balancer import ExpertBalancer
-from meshwright.trainer.loop import Training
-from meshwright.trainer.resume import ResumeState
-from meshwright.trainer.step import Step
+from meshwright.core.data.loader import Loader
+from meshwright.core.data.stream import Stream
+from meshwright.core.optim.interface import Optimizer
+from meshwright.core.parallel.parallel_model import ParallelModel
+from meshwright.core.trainer import step as step_module
+from meshwright.core.trainer.evaluate import Evaluation
+from meshwright.core.trainer.expert_balancer import ExpertBalancer
+from meshwright.core.trainer.loop import Training
+from meshwright.core.trainer.resume import ResumeState
+from meshwright.core.trainer.step import Step
+from tests.prover.seeded_faults import after_init, map_result, wrap
+from tests.prover.traced_cases import VARIATION
+from tests.prover.user_faults import EVALUATION, EXPERTS, INCOMPLETE, ONE_RANK, REPLICATE, UPDATE, user_fault
 
 LAST_STEPS = "last steps"
 ODD_STEPS = (*ONE_RANK, "--steps=301", "--eval.every=50")

@@ -12,14 +12,14 @@ from functools import partial
 import numpy as np
 import torch
 import torch.distributed as dist
-from custom_cases import CustomCase
-from custom_faults import rank, ranks
-from custom_models import WIDTH, TokenModel, TokenSource, token_loss
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from meshwright.config import LayoutConfig
-from meshwright.parallel.parallel_spec import ParallelSpec
+from meshwright.base.config import LayoutConfig
+from meshwright.core.parallel.parallel_spec import ParallelSpec
+from tests.prover.custom_cases import CustomCase
+from tests.prover.custom_faults import rank, ranks
+from tests.prover.custom_models import WIDTH, TokenModel, TokenSource, token_loss
 
 REPLICATE = LayoutConfig(replicate=2)
 TENSOR = LayoutConfig(replicate=1, tensor=2)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from custom_faults import rank, ranks
-from custom_models import Block, TokenModel, token_loss
-from museum import (
+from torch.nn import functional as F
+
+from tests.prover.custom_faults import rank, ranks
+from tests.prover.custom_models import Block, TokenModel, token_loss
+from tests.prover.museum import (
     CONTEXT,
     EXPERT,
     EXPERT_SPEC,
@@ -21,7 +23,6 @@ from museum import (
     scale_gradient,
     with_block,
 )
-from torch.nn import functional as F
 
 # Normalization of the loss
 

@@ -4,16 +4,25 @@ from __future__ import annotations
 
 import torch
 import torch.distributed as dist
-from custom_cases import CustomCase
-from custom_faults import rank, ranks
-from custom_models import WIDTH, Block, TokenModel, token_loss
-from museum import TENSOR, SumGradients, SumValues, case, local_slice, public_bug, scale_gradient, with_block
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Partial, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel
 from torch.nn import functional as F
 
-from meshwright.parallel.parallel_spec import ParallelSpec
+from meshwright.core.parallel.parallel_spec import ParallelSpec
+from tests.prover.custom_cases import CustomCase
+from tests.prover.custom_faults import rank, ranks
+from tests.prover.custom_models import WIDTH, Block, TokenModel, token_loss
+from tests.prover.museum import (
+    TENSOR,
+    SumGradients,
+    SumValues,
+    case,
+    local_slice,
+    public_bug,
+    scale_gradient,
+    with_block,
+)
 
 HEAD_PLAN = ParallelSpec(
     blocks="blocks.*", tp_plan=lambda: {"head": ColwiseParallel(output_layouts=Replicate(), use_local_output=True)}

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 import torch
-from seeded_faults import REPLICATE, SHARD_PARAMETERS, UPDATE, fault, map_result, wrap
 
-from meshwright.optim import build, muon
-from meshwright.optim.adafactor import Adafactor
-from meshwright.optim.matrix_exchange import MatrixExchange, apply_by_shape
-from meshwright.optim.muon import Muon
-from meshwright.optim.sgd import SGD
+from meshwright.core.optim import build, muon
+from meshwright.core.optim.adafactor import Adafactor
+from meshwright.core.optim.matrix_exchange import MatrixExchange, apply_by_shape
+from meshwright.core.optim.muon import Muon
+from meshwright.core.optim.sgd import SGD
+from tests.prover.seeded_faults import REPLICATE, SHARD_PARAMETERS, UPDATE, fault, map_result, wrap
 
 MUON = (*SHARD_PARAMETERS, "--optimizer.kind=muon")
 MUON_REPLICAS = (*REPLICATE, "--optimizer.kind=muon", "--model.experts=2")
@@ -74,7 +74,7 @@ def muon_takes_all_experts_for_one_matrix(patch):
         by_kind = {kind: {m: v for m, v in matrices.items() if (m.expert is None) == kind} for kind in (True, False)}
         return apply_by_shape(by_kind[True], function) | wrong(by_kind[False], function)
 
-    patch.setattr("meshwright.optim.matrix_exchange.apply_by_shape", choose)
+    patch.setattr("meshwright.core.optim.matrix_exchange.apply_by_shape", choose)
 
 
 @fault(GROUPS, "update of decoder.blocks.0.attention", UPDATE + "the learning rate has the factor 2 of another group")
@@ -118,4 +118,4 @@ def sgd_loses_its_momentum(patch):
 
 @fault((*REPLICATE, "--optimizer.kind=lion"), "update of", "gradients and norm are correct, the update is")
 def lion_updates_without_the_sign(patch):
-    patch.setattr("meshwright.optim.lion.foreach_sign_", lambda tensors: torch._foreach_mul_(tensors, 1.0))
+    patch.setattr("meshwright.core.optim.lion.foreach_sign_", lambda tensors: torch._foreach_mul_(tensors, 1.0))

@@ -3,8 +3,17 @@
 from __future__ import annotations
 
 import torch
-from context_expert_faults import every_rank_counts_evaluation_tokens
-from seeded_faults import (
+from torch.distributed import pipelining
+from torch.distributed.fsdp import FSDPModule
+
+from meshwright.base.topology import parameter_shards
+from meshwright.core.optim.interface import Optimizer
+from meshwright.core.parallel.data_parallel import fsdp
+from meshwright.core.parallel.pipeline_parallel.pipeline_model import PipelineModel, TrackedStage
+from meshwright.core.parallel.pipeline_parallel.stages import Stage
+from meshwright.core.parallel.pipeline_parallel.tied_weights import TiedWeight
+from tests.prover.context_expert_faults import every_rank_counts_evaluation_tokens
+from tests.prover.seeded_faults import (
     EVALUATION,
     INCOMPLETE,
     LOCAL_NORM,
@@ -20,15 +29,6 @@ from seeded_faults import (
     skip_all_reduce,
     wrap,
 )
-from torch.distributed import pipelining
-from torch.distributed.fsdp import FSDPModule
-
-from meshwright.optim.interface import Optimizer
-from meshwright.parallel.data_parallel import fsdp
-from meshwright.parallel.pipeline_parallel.pipeline_model import PipelineModel, TrackedStage
-from meshwright.parallel.pipeline_parallel.stages import Stage
-from meshwright.parallel.pipeline_parallel.tied_weights import TiedWeight
-from meshwright.topology import parameter_shards
 
 PIPELINE = (*ONE_REPLICA, "--layout.pipeline=2", "--model.layers=2")
 ZERO_BUBBLE = (*PIPELINE, "--pipeline.schedule=zero-bubble", "--pipeline.stages=1")
@@ -98,7 +98,7 @@ def deferred_weight_gradient_is_skipped(patch):
 
 @fault(PIPELINE, TOKEN_COUNT, "valid tokens are counted 2 times")
 def tokens_are_counted_on_every_stage(patch):
-    patch.setattr("meshwright.topology.layout.Layout.counts_tokens", lambda self, rank: True)
+    patch.setattr("meshwright.base.topology.layout.Layout.counts_tokens", lambda self, rank: True)
 
 
 @fault(PIPELINE, "loss of step 0", "only the reported loss is wrong: it is not summed over all ranks")

@@ -9,22 +9,22 @@ import numpy as np
 import pytest
 import torch
 
-from meshwright.checkpoint import manifest as manifest_module
-from meshwright.checkpoint import restore as restore_module
-from meshwright.checkpoint import verify as verify_module
-from meshwright.checkpoint.listing import list_attempts, list_checkpoint_folders
-from meshwright.checkpoint.retention import RetentionPolicy
-from meshwright.checkpoint.shards import ShardReader, ShardWriter
-from meshwright.checkpoint.stager import HostStager
-from meshwright.optim.interface import Optimizer
-from meshwright.parallel.local_shard import local_shard
-from meshwright.store.posix import PosixCalls, PosixSink
-from meshwright.telemetry.events import EventLog
-from meshwright.trainer import loop as loop_module
-from meshwright.trainer.loop import Training
-from meshwright.trainer.numerics import NoiseScale
-from meshwright.trainer.precision import LossScale
-from meshwright.trainer.records.step_recorder import StepRecorder
+from meshwright.base.checkpoint import manifest as manifest_module
+from meshwright.base.checkpoint.listing import list_attempts, list_checkpoint_folders
+from meshwright.base.records.events import EventLog
+from meshwright.base.store.posix import PosixCalls, PosixSink
+from meshwright.core.checkpoint import restore as restore_module
+from meshwright.core.checkpoint import verify as verify_module
+from meshwright.core.checkpoint.retention import RetentionPolicy
+from meshwright.core.checkpoint.shards import ShardReader, ShardWriter
+from meshwright.core.checkpoint.stager import HostStager
+from meshwright.core.optim.interface import Optimizer
+from meshwright.core.parallel.local_shard import local_shard
+from meshwright.core.trainer import loop as loop_module
+from meshwright.core.trainer.loop import Training
+from meshwright.core.trainer.numerics import NoiseScale
+from meshwright.core.trainer.precision import LossScale
+from meshwright.core.trainer.records.step_recorder import StepRecorder
 
 CONTENT = "every checkpoint has"
 RESTORED = "a restart restores bit for bit"

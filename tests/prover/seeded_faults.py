@@ -7,10 +7,10 @@ from dataclasses import dataclass
 from functools import partial
 
 import pytest
-from traced_cases import FLOAT64
 
-from meshwright.parallel.local_shard import local_shard
-from meshwright.parallel.world import PendingAllReduce, World
+from meshwright.core.parallel.local_shard import local_shard
+from meshwright.core.parallel.world import PendingAllReduce, World
+from tests.prover.traced_cases import FLOAT64
 
 MODEL = (
     "--model.layers=1",

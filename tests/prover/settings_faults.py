@@ -6,22 +6,22 @@ from dataclasses import replace
 from functools import partial
 
 import torch
-from seeded_faults import after_init, wrap
 from torch.distributed.fsdp import FSDPModule
 from torch.utils.checkpoint import checkpoint
-from traced_cases import AS_CONFIGURED, FLOAT64, VARIATION
-from user_faults import EXPERTS, ONE_RANK, REPLICATE, SHARD_PARAMETERS, UPDATE, user_fault
 
-from meshwright.kernels import float8
-from meshwright.models.layers.experts import Router
-from meshwright.optim import build
-from meshwright.optim.interface import Optimizer
-from meshwright.parallel.activation_memory import activation_checkpoint
-from meshwright.parallel.data_parallel import ddp, fsdp
-from meshwright.parallel.data_parallel.ddp import DDPModel
-from meshwright.parallel.parallel_model import ParallelModel
-from meshwright.trainer.expert_balancer import ExpertBalancer
-from meshwright.trainer.precision import LossScale
+from meshwright.core.kernels import float8
+from meshwright.core.models.layers.experts import Router
+from meshwright.core.optim import build
+from meshwright.core.optim.interface import Optimizer
+from meshwright.core.parallel.activation_memory import activation_checkpoint
+from meshwright.core.parallel.data_parallel import ddp, fsdp
+from meshwright.core.parallel.data_parallel.ddp import DDPModel
+from meshwright.core.parallel.parallel_model import ParallelModel
+from meshwright.core.trainer.expert_balancer import ExpertBalancer
+from meshwright.core.trainer.precision import LossScale
+from tests.prover.seeded_faults import after_init, wrap
+from tests.prover.traced_cases import AS_CONFIGURED, FLOAT64, VARIATION
+from tests.prover.user_faults import EXPERTS, ONE_RANK, REPLICATE, SHARD_PARAMETERS, UPDATE, user_fault
 
 FP16 = (*ONE_RANK, "--precision.compute=fp16", "--optimizer.clip=0.5")
 BF16 = (*ONE_RANK, "--precision.compute=bf16")

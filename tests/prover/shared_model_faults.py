@@ -6,21 +6,21 @@ import math
 
 import torch
 import torch.nn.functional as F
-from seeded_faults import after_init, map_result, wrap
-from user_faults import EXPERTS, FORMULA, INCOMPLETE, MODEL, ONE_RANK, user_fault
 
-from meshwright.kernels import cross_entropy
-from meshwright.models import init
-from meshwright.models.layers import decoder, rotary
-from meshwright.models.layers.attention import CoreAttention
-from meshwright.models.layers.decoder import Attention, Block, Decoder, LanguageModel
-from meshwright.models.layers.experts import Experts, Router
-from meshwright.models.layers.feed_forward import FeedForward
-from meshwright.models.layers.loss import HeadLoss
-from meshwright.models.layers.norm import RMSNorm
-from meshwright.models.layers.rotary import RotaryEmbedding, RotaryTables, apply_rotary
-from meshwright.parallel.context_parallel import ring_attention, sequence_chunks
-from meshwright.trainer import build
+from meshwright.core.kernels import cross_entropy
+from meshwright.core.models import init
+from meshwright.core.models.layers import decoder, rotary
+from meshwright.core.models.layers.attention import CoreAttention
+from meshwright.core.models.layers.decoder import Attention, Block, Decoder, LanguageModel
+from meshwright.core.models.layers.experts import Experts, Router
+from meshwright.core.models.layers.feed_forward import FeedForward
+from meshwright.core.models.layers.loss import HeadLoss
+from meshwright.core.models.layers.norm import RMSNorm
+from meshwright.core.models.layers.rotary import RotaryEmbedding, RotaryTables, apply_rotary
+from meshwright.core.parallel.context_parallel import ring_attention, sequence_chunks
+from meshwright.core.trainer import build
+from tests.prover.seeded_faults import after_init, map_result, wrap
+from tests.prover.user_faults import EXPERTS, FORMULA, INCOMPLETE, MODEL, ONE_RANK, user_fault
 
 SETTINGS = (*ONE_RANK, "--seed=5", "--model.rope_theta=100", "--model.norm_eps=1e-4")
 FUSED = (*SETTINGS, "--kernels.loss=fused")

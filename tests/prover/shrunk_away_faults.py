@@ -6,10 +6,23 @@ from contextlib import nullcontext
 
 import torch
 import torch.nn.functional as F
-from seeded_faults import after_init, map_result, wrap
 from torch import nn
-from traced_cases import LONG_SEQUENCE, VARIATION
-from user_faults import (
+
+from meshwright.core.models.layers.attention import CoreAttention
+from meshwright.core.models.layers.block_stack import BlockStack
+from meshwright.core.models.layers.experts import Experts, Router
+from meshwright.core.models.layers.loss import HeadLoss
+from meshwright.core.models.layers.rotary import RotaryEmbedding
+from meshwright.core.optim.interface import Optimizer
+from meshwright.core.parallel.activation_memory.activation_checkpoint import CheckpointedBlockStack
+from meshwright.core.parallel.data_parallel import ddp
+from meshwright.core.parallel.data_parallel.ddp import DDPModel
+from meshwright.core.parallel.parallel_model import ParallelModel
+from meshwright.core.trainer.evaluate import Evaluation
+from meshwright.core.trainer.step import Step
+from tests.prover.seeded_faults import after_init, map_result, wrap
+from tests.prover.traced_cases import LONG_SEQUENCE, VARIATION
+from tests.prover.user_faults import (
     EVALUATION,
     FORMULA,
     INCOMPLETE,
@@ -20,19 +33,6 @@ from user_faults import (
     UPDATE,
     user_fault,
 )
-
-from meshwright.models.layers.attention import CoreAttention
-from meshwright.models.layers.block_stack import BlockStack
-from meshwright.models.layers.experts import Experts, Router
-from meshwright.models.layers.loss import HeadLoss
-from meshwright.models.layers.rotary import RotaryEmbedding
-from meshwright.optim.interface import Optimizer
-from meshwright.parallel.activation_memory.activation_checkpoint import CheckpointedBlockStack
-from meshwright.parallel.data_parallel import ddp
-from meshwright.parallel.data_parallel.ddp import DDPModel
-from meshwright.parallel.parallel_model import ParallelModel
-from meshwright.trainer.evaluate import Evaluation
-from meshwright.trainer.step import Step
 
 LAST_STEPS = "last steps"
 TWELVE_BLOCKS = (*ONE_RANK, "--model.layers=12", "--batch.global=2", "--model.ffn=6", "--model.vocab=10", "--steps=2")

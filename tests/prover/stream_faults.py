@@ -7,17 +7,17 @@ from concurrent.futures import ThreadPoolExecutor, as_completed
 
 import numpy as np
 import torch
-from small_run import load_cpu_config
 
-from meshwright.data import file_sources, sample_lookup, tokenization
-from meshwright.data import stream as stream_module
-from meshwright.data.loader import Loader
-from meshwright.data.permutation import Permutation
-from meshwright.data.prepare import cached_tokens
-from meshwright.data.source import ConcatenatedSource, SyntheticSource
-from meshwright.data.stream import CYCLE, SampleOccurrence, Stream
-from meshwright.data.token_files import TokenSource
-from meshwright.trainer.evaluate import Evaluation
+from meshwright.core.data import file_sources, sample_lookup, tokenization
+from meshwright.core.data import stream as stream_module
+from meshwright.core.data.loader import Loader
+from meshwright.core.data.permutation import Permutation
+from meshwright.core.data.prepare import cached_tokens
+from meshwright.core.data.source import ConcatenatedSource, SyntheticSource
+from meshwright.core.data.stream import CYCLE, SampleOccurrence, Stream
+from meshwright.core.data.token_files import TokenSource
+from meshwright.core.trainer.evaluate import Evaluation
+from tests.kit.small_run import load_cpu_config
 
 SMALL = ["--data.kind=synthetic", "--data.samples=700", "--data.sequence=16"]
 LARGE = ["--data.kind=synthetic", "--data.samples=1_000_000_000_000", "--data.sequence=16"]

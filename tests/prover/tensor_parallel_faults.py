@@ -6,8 +6,22 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from data_parallel_faults import count_every_shard
-from seeded_faults import (
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.nn.functional import rms_norm
+from torch.utils.checkpoint import checkpoint
+
+from meshwright.base.topology.layout import Layout
+from meshwright.core.models.layers.norm import RMSNorm
+from meshwright.core.parallel import parallel_model, parallelize
+from meshwright.core.parallel.activation_memory import activation_checkpoint
+from meshwright.core.parallel.materialize import Materializer
+from meshwright.core.parallel.tensor_parallel import VocabParallelEmbedding, VocabParallelHead
+from meshwright.core.trainer import build
+from meshwright.core.trainer.evaluate import Evaluation
+from meshwright.core.trainer.step import Step
+from tests.prover.data_parallel_faults import count_every_shard
+from tests.prover.seeded_faults import (
     COUNTED_TWICE,
     EVALUATION,
     INCOMPLETE,
@@ -27,21 +41,7 @@ from seeded_faults import (
     skip_all_reduce,
     wrap,
 )
-from torch.distributed.tensor import DTensor, Replicate, Shard
-from torch.distributed.tensor.parallel import parallelize_module
-from torch.nn.functional import rms_norm
-from torch.utils.checkpoint import checkpoint
-from traced_cases import VARIATION
-
-from meshwright.models.layers.norm import RMSNorm
-from meshwright.parallel import parallel_model, parallelize
-from meshwright.parallel.activation_memory import activation_checkpoint
-from meshwright.parallel.materialize import Materializer
-from meshwright.parallel.tensor_parallel import VocabParallelEmbedding, VocabParallelHead
-from meshwright.topology.layout import Layout
-from meshwright.trainer import build
-from meshwright.trainer.evaluate import Evaluation
-from meshwright.trainer.step import Step
+from tests.prover.traced_cases import VARIATION
 
 TENSOR = (*ONE_REPLICA, "--layout.tensor=2")
 FSDP_TENSOR = (*SHARD_PARAMETERS, "--layout.tensor=2")

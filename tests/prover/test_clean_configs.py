@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from clean_configs import clean_options
-from traced_cases import failed_runs
+
+from tests.prover.clean_configs import clean_options
+from tests.prover.traced_cases import failed_runs
 
 QUICK = (0, 5, 24, 39, 44, 106, 117)
 """Seeds of cheap configs that together use every axis, every precision and both context methods."""

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from functools import cache
 
-import custom_model_faults
-import custom_plan_faults
 import pytest
-from custom_cases import CustomCase, prove_cases
-from custom_faults import CUSTOM_FAULTS, REPLICATE, SHARD, TENSOR
-from custom_models import (
+from torch import nn
+
+from meshwright.base.config import LayoutConfig
+from tests.prover import custom_model_faults, custom_plan_faults
+from tests.prover.custom_cases import CustomCase, prove_cases
+from tests.prover.custom_faults import CUSTOM_FAULTS, REPLICATE, SHARD, TENSOR
+from tests.prover.custom_models import (
     TENSOR_SPEC,
     WIDTH,
     Classifier,
@@ -21,9 +23,6 @@ from custom_models import (
     text_loss,
     token_loss,
 )
-from torch import nn
-
-from meshwright.config import LayoutConfig
 
 PIPELINE = LayoutConfig(replicate=1, pipeline=2)
 MODULES = (custom_model_faults, custom_plan_faults)

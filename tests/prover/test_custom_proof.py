@@ -5,25 +5,34 @@ from __future__ import annotations
 from dataclasses import replace
 from pathlib import Path
 
-import custom_model_faults
-import custom_plan_faults
 import pytest
 import torch
-from custom_cases import CustomCase
-from custom_faults import CUSTOM_FAULTS, REPLICATE
-from custom_models import WIDTH, Classifier, Points, Texts, TokenModel, class_loss, pad, text_loss, token_loss
 from torch import nn
 from torch.nn import functional as F
 
 from meshwright import train
-from meshwright.config import LayoutConfig, PrecisionConfig
+from meshwright.base.config import LayoutConfig, PrecisionConfig
+from meshwright.base.topology.unsupported import validate
 from meshwright.prover.custom.model_facts import ModelFacts
 from meshwright.prover.custom.proof import CustomProof
 from meshwright.prover.custom.training import check_custom_training, explain_axes, prepare_custom
 from meshwright.prover.oracle.plain_objective import PlainObjective
 from meshwright.prover.prove import certify
 from meshwright.prover.shrink.custom_runs import custom_runs
-from meshwright.topology.unsupported import validate
+from tests.prover import custom_model_faults, custom_plan_faults
+from tests.prover.custom_cases import CustomCase
+from tests.prover.custom_faults import CUSTOM_FAULTS, REPLICATE
+from tests.prover.custom_models import (
+    WIDTH,
+    Classifier,
+    Points,
+    Texts,
+    TokenModel,
+    class_loss,
+    pad,
+    text_loss,
+    token_loss,
+)
 
 MODULES = (custom_model_faults, custom_plan_faults)
 """The modules that register the faults."""

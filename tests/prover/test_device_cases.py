@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-from small_run import load_cpu_config
 
+from meshwright.base.topology.layout import Layout
 from meshwright.errors import ConfigError
 from meshwright.prover import prove
 from meshwright.prover.claims import fault_environment
 from meshwright.prover.device import check
 from meshwright.prover.device.cases import LAYOUTS, RANKS, device_runs, unsupported_axes
 from meshwright.prover.device.check import DEVICE_AXES, check_ranks, require_device
-from meshwright.topology.layout import Layout
+from tests.kit.small_run import load_cpu_config
 
 CONFIG = load_cpu_config(overrides=["--data.kind=synthetic", "--data.samples=400"])
 

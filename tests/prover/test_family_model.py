@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from small_run import load_cpu_config
-
 from meshwright.prover.custom.family_model import family_custom_model, without_balancing
+from tests.kit.small_run import load_cpu_config
 
 
 def test_proof_runs_of_experts_have_neither_the_balancing_loss_nor_a_routing_bias():

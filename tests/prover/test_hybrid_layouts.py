@@ -6,14 +6,14 @@ from functools import cache
 from itertools import combinations
 
 import pytest
-from hybrid_layouts import HYBRIDS, overrides_of
-from small_run import load_cpu_config
-from traced_cases import AS_CONFIGURED, FLOAT64, VARIATION, Case, check_cases, failed_runs
 
+from meshwright.base.topology.layout import Layout
+from meshwright.base.topology.schedules import SCHEDULES
+from meshwright.base.topology.unsupported import validate
 from meshwright.prover.claims import describe_settings
-from meshwright.topology.layout import Layout
-from meshwright.topology.schedules import SCHEDULES
-from meshwright.topology.unsupported import validate
+from tests.kit.hybrid_layouts import HYBRIDS, overrides_of
+from tests.kit.small_run import load_cpu_config
+from tests.prover.traced_cases import AS_CONFIGURED, FLOAT64, VARIATION, Case, check_cases, failed_runs
 
 AXES = ("pipeline", "replicate", "shard", "context", "tensor", "expert")
 SIZES = {"vocab": 26, "width": 16, "heads": 2, "kv_heads": 2, "ffn": 18}

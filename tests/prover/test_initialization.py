@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright.config import config_from_dict
-from meshwright.models import init
+from meshwright.base.config import config_from_dict
+from meshwright.core.models import init
 from meshwright.prover.initialization import check_initialization, weight_ranges
 
 LLAMA = config_from_dict({"preset": "llama-8b", "layout": {"shard": "parameters", "replicate": 6, "tensor": 2}})

@@ -6,11 +6,19 @@ from functools import cache, partial
 
 import pytest
 import torch
-from seeded_faults import MODEL, ONE_REPLICA, REPLICATE, SHARD_GRADIENTS, SHARD_OPTIMIZER, SHARD_PARAMETERS, TIED
-from traced_cases import AS_CONFIGURED, FLOAT64, VARIATION, Case, check_cases, failed_runs
 
-from meshwright.config import LayoutConfig
-from meshwright.topology.layout import Layout
+from meshwright.base.config import LayoutConfig
+from meshwright.base.topology.layout import Layout
+from tests.prover.seeded_faults import (
+    MODEL,
+    ONE_REPLICA,
+    REPLICATE,
+    SHARD_GRADIENTS,
+    SHARD_OPTIMIZER,
+    SHARD_PARAMETERS,
+    TIED,
+)
+from tests.prover.traced_cases import AS_CONFIGURED, FLOAT64, VARIATION, Case, check_cases, failed_runs
 
 MAX_RANKS = 8
 
@@ -147,7 +155,7 @@ def test_layout_equals_the_reference(name):
 @pytest.mark.long
 def test_compiled_layout_equals_the_reference(monkeypatch):
     """Compiles with aot_eager, which uses the same graphs without generating kernels: those take a minute. `make test`
-    compares compiled blocks of sharded layouts with eager ones in tests/trainer/test_step_counters.py.
+    compares compiled blocks of sharded layouts with eager ones in tests/core/trainer/test_step_counters.py.
     """
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
     [(passed, measured)] = check_cases([Case((*MODEL, *SHARD_PARAMETERS, "--compile.enabled=true"), AS_CONFIGURED)])

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from small_run import load_cpu_config
-from traced_cases import failed_runs
 
-from meshwright.config import PRESETS
+from meshwright.base.config import PRESETS
 from meshwright.prover.stream import check_stream
+from tests.kit.small_run import load_cpu_config
+from tests.prover.traced_cases import failed_runs
 
 
 @pytest.mark.long

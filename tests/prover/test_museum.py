@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
-import museum_axes  # noqa: F401  registers its cases
-import museum_tensor  # noqa: F401
 import pytest
-from custom_cases import prove_cases
-from museum import MUSEUM
+
+from tests.prover import (
+    museum_axes,  # noqa: F401  registers its cases
+    museum_tensor,  # noqa: F401
+)
+from tests.prover.custom_cases import prove_cases
+from tests.prover.museum import MUSEUM
 
 AXES = ("replicate", "tensor", "context", "expert", "pipeline")
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import pytest
-from test_hybrid_layouts import small_options
-from traced_cases import FLOAT64, VARIATION, Case, check_cases
+
+from tests.prover.test_hybrid_layouts import small_options
+from tests.prover.traced_cases import FLOAT64, VARIATION, Case, check_cases
 
 KINDS = ("muon", "adafactor", "sgd", "lion")
 EIGHT_HYBRIDS = (

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import pytest
 import torch
-from seeded_faults import after_init, wrap
-from small_run import load_cpu_config
 
-from meshwright.optim.interface import Optimizer
+from meshwright.core.optim.interface import Optimizer
 from meshwright.prover.optimizer_updates import check_optimizer
+from tests.kit.small_run import load_cpu_config
+from tests.prover.seeded_faults import after_init, wrap
 
 
 def check(*options: str):

@@ -9,13 +9,12 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from small_run import small_config
 from torch import nn
 
-from meshwright.config import IGNORE_INDEX, ModelConfig
-from meshwright.config.model import OptionTable
+from meshwright.base.config import IGNORE_INDEX, ModelConfig
+from meshwright.base.config.model import OptionTable
+from meshwright.core.models.init import build_model, build_on_meta
 from meshwright.errors import ConfigError
-from meshwright.models.init import build_model, build_on_meta
 from meshwright.prover.compare.discrepancy import Difference, Quantity
 from meshwright.prover.compare.noise import MIN_NOISE, Tolerances
 from meshwright.prover.compare.updates import states_by_name
@@ -24,6 +23,7 @@ from meshwright.prover.oracle.equivalent_model import equivalent_parameters
 from meshwright.prover.oracle.initial_values import initial_values, parameter_shapes
 from meshwright.prover.oracle.optimizer import ReferenceState
 from meshwright.prover.oracle.training import train
+from tests.kit.small_run import small_config
 
 EXACT = 1e-10
 """Float64 leaves this much between two formulations of the same function."""

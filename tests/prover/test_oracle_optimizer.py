@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 import torch
 
-from meshwright.config import PrecisionConfig, ScheduleConfig
-from meshwright.optim import schedule
+from meshwright.base.config import PrecisionConfig, ScheduleConfig
+from meshwright.core.optim import schedule
+from meshwright.core.trainer import step as trainer_step
 from meshwright.prover.oracle.optimizer import (
     ReferenceLossScale,
     clip_factor,
@@ -14,7 +15,6 @@ from meshwright.prover.oracle.optimizer import (
     router_bias,
     step_seed,
 )
-from meshwright.trainer import step as trainer_step
 
 
 def test_clipping_limits_the_norm_and_zero_disables_it():

@@ -8,7 +8,7 @@ from itertools import pairwise
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.data.stream import Stream
+from meshwright.core.data.stream import Stream
 from meshwright.prover.oracle.sampler import CYCLE, Sampler, permute, quotas
 
 

@@ -6,8 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from meshwright.config import OptimizerConfig, ParameterGroupConfig
-from meshwright.optim.build import build_optimizer
+from meshwright.base.config import OptimizerConfig, ParameterGroupConfig
+from meshwright.core.optim.build import build_optimizer
 from meshwright.prover.oracle.update_rules import ReferenceOptimizer, polar_factor
 
 SHAPES = {"b.0.matrix": (6, 4), "b.0.wide": (3, 7), "b.0.bank": (2, 5, 3), "b.0.norm": (4,), "embedding": (8, 4)}

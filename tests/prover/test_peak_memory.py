@@ -9,15 +9,15 @@ from __future__ import annotations
 from functools import cache
 
 import pytest
-from hybrid_layouts import HYBRIDS, MACHINE, balanced_config
-from step_harness import count_third_step
 from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
-from meshwright.config import RunConfig
-from meshwright.launch.ranks import run_ranks
+from meshwright.base.config import RunConfig
+from meshwright.base.topology.unsupported import validate
+from meshwright.core.launch.ranks import run_ranks
 from meshwright.planner.cost.peak_memory import estimate_memory
 from meshwright.planner.workload.planned_job import PlannedJob
-from meshwright.topology.unsupported import validate
+from tests.kit.hybrid_layouts import HYBRIDS, MACHINE, balanced_config
+from tests.kit.step_harness import count_third_step
 
 MAX_RELATIVE_ERROR = 0.05
 

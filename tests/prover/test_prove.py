@@ -9,10 +9,11 @@ import signal
 import threading
 
 import pytest
-from small_run import load_cpu_config
 
-from meshwright.cli import main
-from meshwright.data.stream import Stream
+from meshwright.base.cli import main
+from meshwright.base.records.failures import Failure, RanksFailed
+from meshwright.core.data.stream import Stream
+from meshwright.core.trainer.step import Step
 from meshwright.errors import ConfigError
 from meshwright.prover import prove as prove_module
 from meshwright.prover import recovery
@@ -21,8 +22,7 @@ from meshwright.prover.prove import CheckResult, build_certificate
 from meshwright.prover.recovery import check_recovery
 from meshwright.prover.stream import check_stream
 from meshwright.prover.training import check_training
-from meshwright.recover.failures import Failure, RanksFailed
-from meshwright.trainer.step import Step
+from tests.kit.small_run import load_cpu_config
 
 SMALL = ["--data.kind=synthetic", "--data.samples=700", "--data.sequence=16"]
 TINY = [*SMALL, "--model.layers=1", "--model.width=16", "--model.ffn=18", "--steps=3"]

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from hypothesis import given, settings
-from small_run import load_cpu_config
 
+from meshwright.base.topology.layout import Layout
+from meshwright.base.topology.unsupported import validate
 from meshwright.prover.shrink.runs import changes
 from meshwright.prover.state.recovery_configs import (
     MAX_BLOCKS,
@@ -13,8 +14,7 @@ from meshwright.prover.state.recovery_configs import (
     kill_config,
     with_real_blocks,
 )
-from meshwright.topology.layout import Layout
-from meshwright.topology.unsupported import validate
+from tests.kit.small_run import load_cpu_config
 from tests.prover.valid_configs import valid_configs
 
 

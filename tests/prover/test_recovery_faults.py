@@ -6,16 +6,16 @@ import resource
 from pathlib import Path
 
 import pytest
-from recovery_faults import DAMAGED, FAULTS, KILLS
-from small_run import SMALL, load_cpu_config
 
-from meshwright.faults import FAIL_POINTS
+from meshwright.core.faults import FAIL_POINTS
 from meshwright.prover import recovery
 from meshwright.prover.recovery import check_damage_and_reshard, check_kills, check_recovery
 from meshwright.prover.state.checkpoint_content import CheckpointContent
 from meshwright.prover.state.large_files import check_large_files
 from meshwright.prover.state.proof_run import RecordedRun
 from meshwright.prover.state.shard_regions import check_real_layout, compare_regions
+from tests.kit.small_run import SMALL, load_cpu_config
+from tests.prover.recovery_faults import DAMAGED, FAULTS, KILLS
 
 FEW_KILLS = ("step.update", "save.after_shard", "start.restored")
 

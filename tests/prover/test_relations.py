@@ -6,17 +6,17 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from small_run import small_config
 
-from meshwright.data.source import SyntheticSource
-from meshwright.data.token_files import TokenSource
-from meshwright.models.layers import loss
-from meshwright.models.layers.attention import CoreAttention
-from meshwright.models.layers.feed_forward import FeedForward
-from meshwright.models.layers.loss import HeadLoss
-from meshwright.models.layers.norm import RMSNorm
-from meshwright.parallel.world import World
+from meshwright.core.data.source import SyntheticSource
+from meshwright.core.data.token_files import TokenSource
+from meshwright.core.models.layers import loss
+from meshwright.core.models.layers.attention import CoreAttention
+from meshwright.core.models.layers.feed_forward import FeedForward
+from meshwright.core.models.layers.loss import HeadLoss
+from meshwright.core.models.layers.norm import RMSNorm
+from meshwright.core.parallel.world import World
 from meshwright.prover.relations import check_labels, check_relations_of_config, relations_on
+from tests.kit.small_run import small_config
 
 CONFIG = small_config("--model.separator=5", "--model.tie=true")
 
@@ -66,7 +66,7 @@ def test_mask_that_crosses_documents_is_found(monkeypatch, shift):
     def ids(tokens, separator):
         return None if shift == 0 else (tokens == separator).long().cumsum(dim=1)
 
-    monkeypatch.setattr("meshwright.models.layers.decoder.document_ids", ids)
+    monkeypatch.setattr("meshwright.core.models.layers.decoder.document_ids", ids)
     assert failing() == ["a changed token"]
 
 

@@ -5,14 +5,17 @@ from __future__ import annotations
 from collections import Counter
 from functools import cache
 
-import context_expert_faults
-import data_parallel_faults
-import optimizer_faults
-import pipeline_faults
 import pytest
-import tensor_parallel_faults
-from seeded_faults import FAULTS, MODEL
-from traced_cases import Case, check_cases, long_unless
+
+from tests.prover import (
+    context_expert_faults,
+    data_parallel_faults,
+    optimizer_faults,
+    pipeline_faults,
+    tensor_parallel_faults,
+)
+from tests.prover.seeded_faults import FAULTS, MODEL
+from tests.prover.traced_cases import Case, check_cases, long_unless
 
 MODULES = (data_parallel_faults, tensor_parallel_faults, context_expert_faults, pipeline_faults, optimizer_faults)
 LAUNCHES = Counter((fault.layout, run) for fault in FAULTS.values() for run in fault.runs)

@@ -5,23 +5,23 @@ from __future__ import annotations
 import numpy as np
 import pytest
 from hypothesis import given, settings
-from small_run import load_cpu_config
 
-from meshwright.config import IGNORE_INDEX, PRESETS, fingerprint, identity
-from meshwright.config.fingerprint import flatten
-from meshwright.data.source import SyntheticSource
-from meshwright.models.registry import model_spec
-from meshwright.optim.schedule import learning_rate
+from meshwright.base.config import IGNORE_INDEX, PRESETS, fingerprint, identity
+from meshwright.base.config.fingerprint import flatten
+from meshwright.base.models.registry import model_spec
+from meshwright.base.topology.layout import Layout, stages_per_rank
+from meshwright.base.topology.parameter_shards import uses_ddp
+from meshwright.base.topology.schedules import find_schedule, partition_blocks
+from meshwright.base.topology.unsupported import validate
+from meshwright.core.data.source import SyntheticSource
+from meshwright.core.optim.schedule import learning_rate
 from meshwright.prover.shrink import estimate_seconds, not_proven, open_proof_sources, proof_runs
 from meshwright.prover.shrink.layouts import MAX_RANKS, MAX_RANKS_AFTER_RESUME, pairs, small_layouts
 from meshwright.prover.shrink.sizes import FULL_ACCUMULATION, user_accumulation
 from meshwright.prover.shrink.source import MaskedSource, ModuloSource
-from meshwright.simulator.fake_ddp import MIB, bucket_counts
-from meshwright.topology.layout import Layout, stages_per_rank
-from meshwright.topology.parameter_shards import uses_ddp
-from meshwright.topology.schedules import find_schedule, partition_blocks
-from meshwright.topology.unsupported import validate
-from tests.hybrid_layouts import HYBRIDS, balanced_config
+from meshwright.prover.simulator.fake_ddp import MIB, bucket_counts
+from tests.kit.hybrid_layouts import HYBRIDS, balanced_config
+from tests.kit.small_run import load_cpu_config
 from tests.prover.valid_configs import valid_configs
 
 SIZES = {

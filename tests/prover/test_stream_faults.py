@@ -8,13 +8,20 @@ from pathlib import Path
 from random import Random
 
 import pytest
-from small_run import load_cpu_config
-from stream_faults import FAULTS, FILES, MIXTURE, QUICK, SMALL, ordinals_of_a_mixture_are_off_after_the_first_cycle
 
-from meshwright.config import RunConfig, config_from_dict
-from meshwright.data import sample_lookup
-from meshwright.data.prepare.command import prepare_folder
+from meshwright.base.config import RunConfig, config_from_dict
+from meshwright.core.data import sample_lookup
+from meshwright.core.data.prepare.command import prepare_folder
 from meshwright.prover.stream import check_stream, checked_stream, epochs, loading, order, sources
+from tests.kit.small_run import load_cpu_config
+from tests.prover.stream_faults import (
+    FAULTS,
+    FILES,
+    MIXTURE,
+    QUICK,
+    SMALL,
+    ordinals_of_a_mixture_are_off_after_the_first_cycle,
+)
 
 QUICK_SEEDS = (19, 27)
 """Seeds of cheap random configs: a mixture and a source of 2^62 samples."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-from small_run import load_cpu_config
 from torch import Tensor
 
 from meshwright.prover.compare.discrepancy import Quantity
@@ -11,6 +10,7 @@ from meshwright.prover.compare.updates import RecordedUpdate, updates_by_definit
 from meshwright.prover.oracle.update_rules import ReferenceOptimizer
 from meshwright.prover.trace import StepTrace, Trace
 from meshwright.prover.tracer import AssembledTrace
+from tests.kit.small_run import load_cpu_config
 
 CONFIG = load_cpu_config(overrides=["--optimizer.clip=0.1", "--optimizer.eps=1e-4", "--optimizer.weight_decay=0.1"])
 BEFORE = torch.linspace(-1, 1, 12, dtype=torch.float64).view(3, 4)

@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections import Counter
 from functools import cache
 
-import loop_faults
 import pytest
-import settings_faults
-import shared_model_faults
-import shrunk_away_faults
-from traced_cases import Case, check_cases, long_unless
-from user_faults import USER_FAULTS
+
+from tests.prover import loop_faults, settings_faults, shared_model_faults, shrunk_away_faults
+from tests.prover.traced_cases import Case, check_cases, long_unless
+from tests.prover.user_faults import USER_FAULTS
 
 MODULES = (shrunk_away_faults, settings_faults, loop_faults, shared_model_faults)
 LAUNCHES = Counter((fault.options, run) for fault in USER_FAULTS.values() for run in fault.runs)

@@ -9,18 +9,18 @@ from functools import cache
 from pathlib import Path
 
 import pytest
-from small_run import load_cpu_config
 
-from meshwright import faults
+from meshwright.base.topology.layout import Layout
+from meshwright.core import faults
+from meshwright.core.launch.ranks import run_ranks
+from meshwright.core.trainer.loop import train_rank
 from meshwright.errors import MeshwrightError
-from meshwright.launch.ranks import run_ranks
 from meshwright.prover.claims import fault_environment
 from meshwright.prover.reference import Reference, ReferenceTask, compute_references
 from meshwright.prover.shrink import proof_runs
 from meshwright.prover.tracer import AssembledTrace, RankTrace, assemble, common_steps
 from meshwright.prover.training import TracedRun, describe_comparison, describe_failure, prepare
-from meshwright.topology.layout import Layout
-from meshwright.trainer.loop import train_rank
+from tests.kit.small_run import load_cpu_config
 
 AS_CONFIGURED, FLOAT64, VARIATION, LONG_SEQUENCE = "as configured", "float64", "variation", "long sequence"
 SMALL = ("--data.kind=synthetic", "--data.samples=400", "--data.sequence=16", "--model.layers=2")

@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import pytest
-from traced_cases import FLOAT64
+
+from tests.prover.traced_cases import FLOAT64
 
 MODEL = (
     "--model.width=16",

@@ -6,11 +6,11 @@ from dataclasses import replace
 from math import lcm
 
 from hypothesis import strategies as st
-from small_run import load_cpu_config
 
-from meshwright.topology.layout import Layout
-from meshwright.topology.schedules import SCHEDULES
-from meshwright.topology.unsupported import min_shard_group_size
+from meshwright.base.topology.layout import Layout
+from meshwright.base.topology.schedules import SCHEDULES
+from meshwright.base.topology.unsupported import min_shard_group_size
+from tests.kit.small_run import load_cpu_config
 
 
 @st.composite

@@ -11,7 +11,7 @@ import zipfile
 from functools import partial
 from pathlib import Path
 
-import new_user_path
+from tests.repository import new_user_path
 
 ROOT = Path(__file__).parents[2]
 COMMANDS = [
@@ -22,7 +22,7 @@ COMMANDS = [
     "watch run --once",
     "practice",
 ]
-STATIC = ("meshwright/observe/watch/static", "meshwright/practice/page/static")
+STATIC = ("meshwright/insight/watch/static", "practice/meshwright_practice/page/static")
 """The files of the live page and of the practice page."""
 
 

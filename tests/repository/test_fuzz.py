@@ -16,7 +16,7 @@ from fuzz.jobs import Ended
 from fuzz.kinds import KINDS, draw_kind
 from fuzz.mutations import mutate_json, mutate_toml
 from fuzz.oracle import Finding, Outcome, check_close, check_ended, check_same, check_temporary_folder, tree_digest
-from meshwright.config import identity
+from meshwright.base.config import identity
 
 ROOT = Path(__file__).parents[2]
 UNDISTURBED = Outcome({0: 5.5, 1: 5.25}, "b60d86dc6d4d599c", "0123456789abcdef")

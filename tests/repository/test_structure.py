@@ -84,7 +84,7 @@ def test_modules_have_no_import_cycles():
 def test_help_imports_few_modules_and_not_torch():
     """What `--help` takes is the time of its imports."""
     code = (
-        "import sys; from meshwright.cli import main; main(['--help'])\n"
+        "import sys; from meshwright.base.cli import main; main(['--help'])\n"
         "assert 'torch' not in sys.modules\n"
         "assert len(sys.modules) < 250, len(sys.modules)"
     )
@@ -98,7 +98,7 @@ def test_torch_free_packages_do_not_import_torch():
 
 def test_supervising_process_never_imports_torch(tmp_path):
     code = (
-        "import sys; from meshwright.cli import main\n"
+        "import sys; from meshwright.base.cli import main\n"
         f"main(['train', '--steps', '1', '--run', {str(tmp_path / 'r')!r}, '--model.layers=1'])\n"
         "assert 'torch' not in sys.modules"
     )

@@ -7,9 +7,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from rl_runs import RLRuns, assert_rollout_rules, final_digest, processes_left, rl_config, temporary_files
 
 from meshwright import train
+from tests.rl.rl_runs import RLRuns, assert_rollout_rules, final_digest, processes_left, rl_config, temporary_files
 
 
 @pytest.fixture(scope="session")

@@ -7,9 +7,9 @@ import math
 import numpy as np
 import torch
 
-from meshwright.config import IGNORE_INDEX
-from meshwright.config.rl import RLConfig
-from meshwright.data.loader import MicroBatch
+from meshwright.base.config import IGNORE_INDEX
+from meshwright.base.config.rl import RLConfig
+from meshwright.core.data.loader import MicroBatch
 from meshwright.rl.rollout import Rollout, RolloutGroup
 from meshwright.rl.rows import PolicyRows, group_rows
 from meshwright.rl.version import PolicyVersion

@@ -12,20 +12,20 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from small_run import load_cpu_config
 
 from meshwright import Result, train
-from meshwright.checkpoint.listing import list_published, open_run_store
-from meshwright.checkpoint.unsharded import state_digest
-from meshwright.config import RunConfig
+from meshwright.base.checkpoint.listing import list_published, open_run_store
+from meshwright.base.config import RunConfig
+from meshwright.base.records.events import read_events
+from meshwright.base.records.run_folder import RunFolder
+from meshwright.core.checkpoint.unsharded import state_digest
 from meshwright.rl.log.interface import LogPosition, LogRecord
 from meshwright.rl.log.open_log import open_rollout_reader
 from meshwright.rl.queue.cursor import RolloutCursor
 from meshwright.rl.queue.recount import recount
 from meshwright.rl.queue.step_batch import GroupHeader, StepBatch
 from meshwright.rl.rollout import RolloutGroup
-from meshwright.telemetry.events import read_events
-from meshwright.telemetry.run_folder import RunFolder
+from tests.kit.small_run import load_cpu_config
 
 STEPS = 8
 SETTINGS = (

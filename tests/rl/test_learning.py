@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 import meshwright
-from meshwright.telemetry.events import read_events
-from meshwright.telemetry.run_folder import RunFolder
-from tests.small_run import load_cpu_config
+from meshwright.base.records.events import read_events
+from meshwright.base.records.run_folder import RunFolder
+from tests.kit.small_run import load_cpu_config
 
 EXAMPLE = Path(__file__).parents[2] / "examples" / "rl.toml"
 STEPS, MARGIN = 40, 0.15

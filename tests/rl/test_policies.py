@@ -8,19 +8,19 @@ import signal
 
 import pytest
 import torch
-from small_policies import family_policy
 
-from meshwright import faults
-from meshwright.checkpoint.listing import RunLineage, checkpoint_folder
-from meshwright.checkpoint.state import collect_state, parameters_digest
+from meshwright.base.checkpoint.listing import RunLineage, checkpoint_folder
+from meshwright.base.store.posix import PosixStore
+from meshwright.base.topology.layout import Layout
+from meshwright.core import faults
+from meshwright.core.checkpoint.state import collect_state, parameters_digest
+from meshwright.core.parallel.world import World
 from meshwright.errors import CheckpointError
-from meshwright.parallel.world import World
 from meshwright.rl.generator.policy_model import ModulePolicy
 from meshwright.rl.policies import DamagedPolicy, PolicyPublisher, PolicyStore, PolicyUnavailable
 from meshwright.rl.version import PolicyVersion
-from meshwright.store.posix import PosixStore
 from meshwright.testing import run_ranks
-from meshwright.topology.layout import Layout
+from tests.kit.small_policies import family_policy
 
 LINEAGE = RunLineage("0123abcd", 1, {})
 FIELDS = {"layout": {"replicate": 1}, "identity": {"seed": 0}, "made_by": {"torch": "2"}}

@@ -7,28 +7,28 @@ from functools import cache
 
 import pytest
 import torch
-from policy_rollouts import micro_batches, random_groups, random_rows
-from small_run import load_cpu_config
-from test_policy_objective import plain_objective
 from torch import nn
 
-from meshwright.config.device_defaults import with_device_defaults
-from meshwright.models.init import build_model
-from meshwright.optim.build import build_optimizer
-from meshwright.parallel.local_shard import full_tensor
-from meshwright.parallel.parallel_spec import ParallelSpec
+from meshwright.base.config.device_defaults import with_device_defaults
+from meshwright.base.topology.unsupported import validate
+from meshwright.core.models.init import build_model
+from meshwright.core.optim.build import build_optimizer
+from meshwright.core.parallel.local_shard import full_tensor
+from meshwright.core.parallel.parallel_spec import ParallelSpec
+from meshwright.core.telemetry.step_clock import StepClock
+from meshwright.core.torch_private import clear_dtensor_cache
+from meshwright.core.trainer.build import build_parallel_model
+from meshwright.core.trainer.custom_model import CustomModel
+from meshwright.core.trainer.precision import Precision
+from meshwright.core.trainer.records.step_counters import count_step
+from meshwright.core.trainer.step import Step, StepContext
 from meshwright.planner.cost.comm_volume import CollectiveVolume, comm_volume
+from meshwright.rl.policy.policy_model import policy_custom_model
 from meshwright.rl.policy_head import PolicyHead, use_policy_objective
-from meshwright.telemetry.step_clock import StepClock
 from meshwright.testing import run_ranks
-from meshwright.topology.unsupported import validate
-from meshwright.torch_private import clear_dtensor_cache
-from meshwright.trainer.build import build_parallel_model
-from meshwright.trainer.custom_model import CustomModel
-from meshwright.trainer.policy.policy_model import policy_custom_model
-from meshwright.trainer.precision import Precision
-from meshwright.trainer.records.step_counters import count_step
-from meshwright.trainer.step import Step, StepContext
+from tests.kit.small_run import load_cpu_config
+from tests.rl.policy_rollouts import micro_batches, random_groups, random_rows
+from tests.rl.test_policy_objective import plain_objective
 
 VOCAB, SEQUENCE, ROWS = 26, 16, 8
 SIZES = [

@@ -8,16 +8,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from policy_rollouts import random_groups, random_rows
 
-from meshwright.config import IGNORE_INDEX
-from meshwright.config.rl import RLConfig
+from meshwright.base.config import IGNORE_INDEX
+from meshwright.base.config.rl import RLConfig
 from meshwright.errors import ConfigError, DataError
 from meshwright.rl.advantages import group_advantages
 from meshwright.rl.entropy import token_entropy
 from meshwright.rl.objective import PolicyLoss, k3, logits_loss, policy_loss
 from meshwright.rl.rollout import Rollout
 from meshwright.rl.rows import completion_row, group_rows
+from tests.rl.policy_rollouts import random_groups, random_rows
 
 VOCAB, SEQUENCE, ROWS = 11, 12, 8
 GRPO = RLConfig("grpo", clip=0.2, clip_high=0.3, kl=0.3, temperature=0.7, importance_cap=1.5)

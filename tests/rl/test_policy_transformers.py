@@ -4,20 +4,20 @@ from __future__ import annotations
 
 import pytest
 import torch
-from huggingface_models import SIZES as MODEL_SIZES
-from policy_rollouts import micro_batches, random_groups, random_rows
-from small_run import load_cpu_config
-from test_policy_layouts import ROWS, SEQUENCE, VOCAB, build_policy_step
-from test_policy_objective import plain_objective
 
-from meshwright.parallel.infer_spec import infer_parallel_spec
-from meshwright.parallel.local_shard import full_tensor
-from meshwright.telemetry.step_clock import StepClock
+from meshwright.base.topology.unsupported import validate
+from meshwright.core.parallel.infer_spec import infer_parallel_spec
+from meshwright.core.parallel.local_shard import full_tensor
+from meshwright.core.telemetry.step_clock import StepClock
+from meshwright.core.torch_private import clear_dtensor_cache
+from meshwright.core.trainer.custom_model import CustomModel
+from meshwright.rl.policy.policy_model import policy_custom_model
 from meshwright.testing import run_ranks
-from meshwright.topology.unsupported import validate
-from meshwright.torch_private import clear_dtensor_cache
-from meshwright.trainer.custom_model import CustomModel
-from meshwright.trainer.policy.policy_model import policy_custom_model
+from tests.kit.huggingface_models import SIZES as MODEL_SIZES
+from tests.kit.small_run import load_cpu_config
+from tests.rl.policy_rollouts import micro_batches, random_groups, random_rows
+from tests.rl.test_policy_layouts import ROWS, SEQUENCE, VOCAB, build_policy_step
+from tests.rl.test_policy_objective import plain_objective
 
 transformers = pytest.importorskip("transformers")
 

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rl_runs import STEPS, RLRuns, assert_rollout_rules, cursors, problems, records
 
 from meshwright.errors import DataError, MeshwrightError
 from meshwright.rl.log.frames import RECORD_HEADER
 from meshwright.rl.log.interface import LogPosition
 from meshwright.rl.policies import PolicyPublisher
 from meshwright.rl.version import PolicyVersion
+from tests.rl.rl_runs import STEPS, RLRuns, assert_rollout_rules, cursors, problems, records
 
 PROMPTS = [{"prompt": f"say {letter}:", "answer": letter} for letter in "abcd"]
 OWN_REWARD = ("--rl.task=echo", "--model.vocab=256", "--rl.dynamic_sampling=false")
@@ -123,7 +123,7 @@ def test_a_record_that_is_damaged_while_the_learner_waits_is_generated_again(rl_
             flip_byte(rl_runs.folder, position)
         return read(self, position)
 
-    from meshwright.trainer.policy.rollouts import RolloutLoader
+    from meshwright.rl.policy.rollouts import RolloutLoader
 
     read = RolloutLoader._read
     rl_runs.monkeypatch.setattr(RolloutLoader, "_read", damage)

@@ -12,7 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from rl_runs import (
+
+from meshwright.base.records.run_folder import RunFolder
+from meshwright.rl.policies import PolicyStore, open_policy_store
+from tests.rl.rl_runs import (
     SETTINGS,
     STEPS,
     RLRuns,
@@ -26,9 +29,6 @@ from rl_runs import (
     run_id,
     temporary_files,
 )
-
-from meshwright.rl.policies import PolicyStore, open_policy_store
-from meshwright.telemetry.run_folder import RunFolder
 
 LEARNER_POINTS = (
     "step.fetch",

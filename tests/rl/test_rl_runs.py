@@ -8,26 +8,26 @@ from pathlib import Path
 
 import pytest
 import torch
-from small_run import load_cpu_config, step_records
 from torch import nn
 
 import meshwright
 from examples.rl_reward import PROMPTS, reward
 from meshwright import train
-from meshwright.api.replay import bisect
-from meshwright.checkpoint.listing import RunLineage, list_published, open_run_store
-from meshwright.cli.main import main
-from meshwright.config.rl import TASK_NAMES
-from meshwright.data.character_tokenizer import CHARACTERS
-from meshwright.data.source import FINGERPRINT_SAMPLES, spaced_indices
+from meshwright.base.checkpoint.listing import RunLineage, list_published, open_run_store
+from meshwright.base.cli.main import main
+from meshwright.base.config.rl import TASK_NAMES
+from meshwright.base.records.events import read_events
+from meshwright.base.records.run_folder import RunFolder
+from meshwright.base.topology.unsupported import validate
+from meshwright.core.data.character_tokenizer import CHARACTERS
+from meshwright.core.data.source import FINGERPRINT_SAMPLES, spaced_indices
+from meshwright.core.trainer.identity import read_identity
 from meshwright.errors import ConfigError, DataError, IdentityError
-from meshwright.launch.policy.rollouts import validate_rollouts
+from meshwright.prover.replay.api import bisect
+from meshwright.rl.policy.launch_rollouts import validate_rollouts
 from meshwright.rl.queue.cursor import RolloutCursor
 from meshwright.rl.tasks.registry import TASKS
-from meshwright.telemetry.events import read_events
-from meshwright.telemetry.run_folder import RunFolder
-from meshwright.topology.unsupported import validate
-from meshwright.trainer.identity import read_identity
+from tests.kit.small_run import load_cpu_config, step_records
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "rl.toml"

@@ -13,16 +13,16 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
-from rl_runs import rl_config
 
-from meshwright.framing import LENGTHS, MAX_HEADER_BYTES, receive, send
+from meshwright.base.framing import LENGTHS, MAX_HEADER_BYTES, receive, send
+from meshwright.base.records.run_folder import RunFolder
 from meshwright.rl.queue.settings import QueueSettings
 from meshwright.rl.rollout import Rollout, RolloutGroup
 from meshwright.rl.service import server as server_module
 from meshwright.rl.service.server import MAX_GROUP_BYTES, RolloutServer
 from meshwright.rl.service.setup import RolloutSetup
 from meshwright.rl.version import PolicyVersion
-from meshwright.telemetry.run_folder import RunFolder
+from tests.rl.rl_runs import rl_config
 
 
 class ServedQueue:

@@ -6,11 +6,11 @@ import copy
 import json
 
 import pytest
-from rl_runs import rank_events, rl_config
-from vllm_server import ANSWERS, serving
 
 from meshwright import train
 from meshwright.errors import ConfigError
+from tests.kit.vllm_server import ANSWERS, serving
+from tests.rl.rl_runs import rank_events, rl_config
 
 
 def test_run_samples_with_the_server_and_loads_every_policy_before_its_groups(tmp_path):

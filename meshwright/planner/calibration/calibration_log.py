@@ -19,12 +19,12 @@ from operator import sub
 from pathlib import Path
 from typing import Annotated, Any
 
-from meshwright.config.constraints import Range
-from meshwright.config.reader import build_dataclass
+from meshwright.base.config.constraints import Range
+from meshwright.base.config.reader import build_dataclass
+from meshwright.base.io import meshwright_home, open_descriptor, open_regular_file
+from meshwright.base.topology.layout import Layout
 from meshwright.errors import ConfigError
-from meshwright.io import meshwright_home, open_descriptor, open_regular_file
 from meshwright.planner.workload.planned_job import PlannedJob
-from meshwright.topology.layout import Layout
 
 MAX_FILE_BYTES = 1 << 20
 """Size limit of the log; there are at most two files of this size."""

@@ -13,6 +13,8 @@ from math import exp, log, sqrt
 from pathlib import Path
 from typing import Any
 
+from meshwright.base.hardware.cluster import Cluster
+from meshwright.base.hardware.resolve_cluster import measured_machine
 from meshwright.errors import ConfigError
 from meshwright.planner.calibration.calibration_log import (
     MAX_NEAREST_RECORDS,
@@ -27,8 +29,6 @@ from meshwright.planner.calibration.calibration_log import (
 )
 from meshwright.planner.cost.estimate import Estimate, MemoryEstimate
 from meshwright.planner.cost.uncertainty import MIN_UNCERTAINTY
-from meshwright.planner.hardware.cluster import Cluster
-from meshwright.planner.hardware.resolve_cluster import measured_machine
 from meshwright.planner.workload.planned_job import PlannedJob
 
 MAX_RECORDS = 128

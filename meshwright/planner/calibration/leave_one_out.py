@@ -13,10 +13,10 @@ from collections.abc import Callable
 from dataclasses import replace
 from statistics import mean
 
+from meshwright.base.hardware.cluster import NODE_TYPES
 from meshwright.errors import ConfigError
 from meshwright.planner.calibration.profile_fit import fit_fields, fit_own_fields, predicted_error
 from meshwright.planner.calibration.published.published_runs import PublishedRun
-from meshwright.planner.hardware.cluster import NODE_TYPES
 from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.planner.workload.trainer_profile import TrainerProfile
 

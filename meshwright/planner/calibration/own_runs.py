@@ -16,16 +16,16 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
+from meshwright.base.io import open_regular_file
+from meshwright.base.records.run_folder import require_kind
+from meshwright.base.records.untrusted_records import unix_time
 from meshwright.errors import ConfigError
-from meshwright.io import open_regular_file
 from meshwright.planner.calibration.calibration_log import (
     CalibrationRecord,
     correction_factor,
     parse_record,
     quantile,
 )
-from meshwright.telemetry.run_folder import require_kind
-from meshwright.telemetry.untrusted_records import unix_time
 
 EVENTS = Path("events") / "rank-00000.jsonl"
 """the events of rank 0 in a run folder"""

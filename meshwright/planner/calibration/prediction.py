@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from meshwright.base.topology.axes import AXES
 from meshwright.planner.calibration.corrections import corrections_for
 from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.describe import exposed_seconds, memory_by_class
-from meshwright.topology.axes import AXES
 
 VERSION = 1
 """Version of the record."""

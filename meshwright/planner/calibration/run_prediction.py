@@ -13,7 +13,12 @@ from dataclasses import asdict, dataclass
 from time import monotonic
 from typing import Any
 
-from meshwright.config import RunConfig
+from meshwright.base.config import RunConfig
+from meshwright.base.hardware.cluster import NODE_TYPES, UNKNOWN_HOST, Cluster, preset_cluster
+from meshwright.base.hardware.cluster_file import cluster_table
+from meshwright.base.hardware.resolve_cluster import machine_file, measured_machine, resolve_cluster
+from meshwright.base.models.traced_model import TracedModel
+from meshwright.base.topology.parameter_shards import uses_ddp
 from meshwright.errors import ConfigError
 from meshwright.planner.calibration.calibration_log import CalibrationRecord, append_record
 from meshwright.planner.calibration.corrections import UNCORRECTED, is_this_machine
@@ -24,12 +29,7 @@ from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.cost.peak_memory import state_memory
 from meshwright.planner.cost.trace.activation_messages import data_dependent_axes
 from meshwright.planner.generation import plan_generators
-from meshwright.planner.hardware.cluster import NODE_TYPES, UNKNOWN_HOST, Cluster, preset_cluster
-from meshwright.planner.hardware.cluster_file import cluster_table
-from meshwright.planner.hardware.resolve_cluster import machine_file, measured_machine, resolve_cluster
 from meshwright.planner.workload.planned_job import PlannedJob
-from meshwright.planner.workload.traced_model import TracedModel
-from meshwright.topology.parameter_shards import uses_ddp
 
 MAX_EXACT_SECONDS = 0.04
 """Time at the start of a run for exact formulas; pipeline ranks that are left then are omitted."""

@@ -28,15 +28,15 @@ from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from meshwright.config import Batch, RunConfig
+from meshwright.base.config import Batch, RunConfig
+from meshwright.base.hardware.cluster import UNKNOWN_HOST
+from meshwright.base.models.traced_model import TracedModel
+from meshwright.base.topology.collectives import wire_bytes
+from meshwright.base.topology.layout import Layout
 from meshwright.planner.cost.peak_memory import activation_settings
 from meshwright.planner.cost.trace.cost_trace import CostTrace
 from meshwright.planner.cost.trace.operations import Communicate, collectives
-from meshwright.planner.hardware.cluster import UNKNOWN_HOST
 from meshwright.planner.workload.planned_job import PlannedJob
-from meshwright.planner.workload.traced_model import TracedModel
-from meshwright.topology.collectives import wire_bytes
-from meshwright.topology.layout import Layout
 
 
 @dataclass(frozen=True, order=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping
 from dataclasses import dataclass
 
+from meshwright.base.topology.layout import Layout
 from meshwright.planner.cost.comm_volume import CollectiveVolume
-from meshwright.topology.layout import Layout
 
 EXPERT_TOKENS = ("expert", "all_to_all")
 """The number of tokens that a rank's experts receive depends on the data. The sum over an expert group does not."""

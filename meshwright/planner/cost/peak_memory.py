@@ -6,8 +6,11 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from operator import add, mul
 
-from meshwright.config import Batch, RunConfig
-from meshwright.models.architecture import Architecture
+from meshwright.base.config import Batch, RunConfig
+from meshwright.base.hardware.cluster import UNKNOWN_HOST
+from meshwright.base.models.architecture import Architecture
+from meshwright.base.models.traced_model import TracedModel
+from meshwright.base.topology.layout import Layout
 from meshwright.planner.cost.estimate import MemoryEstimate
 from meshwright.planner.cost.terms.activations import ActivationSettings
 from meshwright.planner.cost.trace.cost_trace import CostTrace
@@ -16,10 +19,7 @@ from meshwright.planner.cost.trace.pass_memory import Bytes, MemoryWalk, PassMem
 from meshwright.planner.cost.trace.schedule_passes import peak_points
 from meshwright.planner.cost.units.data_sharding import data_sharding
 from meshwright.planner.cost.units.stage_parameters import StageLayers, stages_by_rank
-from meshwright.planner.hardware.cluster import UNKNOWN_HOST
 from meshwright.planner.workload.planned_job import PlannedJob
-from meshwright.planner.workload.traced_model import TracedModel
-from meshwright.topology.layout import Layout
 
 
 def estimate_memory(

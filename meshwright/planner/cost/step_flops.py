@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import singledispatch
 from typing import Any
 
-from meshwright.models.architecture import Architecture
+from meshwright.base.models.architecture import Architecture
 from meshwright.planner.cost.terms.recomputation import recomputed_parts, recomputes_latent_projections
 from meshwright.planner.workload.planned_job import PlannedJob
 

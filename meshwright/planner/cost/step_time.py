@@ -7,6 +7,8 @@ passes of the other ranks are the bubble. Inside a pass, communication that comp
 
 from __future__ import annotations
 
+from meshwright.base.topology import schedule_orders, schedule_timeline
+from meshwright.base.topology.schedules import find_schedule
 from meshwright.planner.cost.comm_volume import trace_collectives
 from meshwright.planner.cost.estimate import CollectiveCost, CollectiveCosts, Estimate, MemoryEstimate
 from meshwright.planner.cost.peak_memory import rank_traces
@@ -17,8 +19,6 @@ from meshwright.planner.cost.trace.pass_time import DATA_PARALLEL
 from meshwright.planner.cost.trace.schedule_passes import rank_actions, schedule_passes, shortened
 from meshwright.planner.cost.uncertainty import interval
 from meshwright.planner.workload.planned_job import PlannedJob
-from meshwright.topology import schedule_orders, schedule_timeline
-from meshwright.topology.schedules import find_schedule
 
 MAX_ACTIONS = 1 << 13
 """The largest schedule (micro-batches times stages) that is executed action by action."""

@@ -10,7 +10,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
-from meshwright.models.spec import AFTER, BEFORE, ROOT, Cost, ModuleCost
+from meshwright.base.models.spec import AFTER, BEFORE, ROOT, Cost, ModuleCost
+from meshwright.base.models.traced_model import TracedModel
+from meshwright.base.topology.schedules import partition_blocks
 from meshwright.planner.cost.step_flops import StepFlops, step_flops
 from meshwright.planner.cost.terms.activations import (
     ActivationSettings,
@@ -34,8 +36,6 @@ from meshwright.planner.cost.terms.layer_time import (
 )
 from meshwright.planner.cost.units.stage_parameters import StageLayers, StageParameters, divide_layers, stage_parameters
 from meshwright.planner.workload.planned_job import PlannedJob
-from meshwright.planner.workload.traced_model import TracedModel
-from meshwright.topology.schedules import partition_blocks
 
 
 @dataclass(frozen=True)

@@ -6,22 +6,22 @@ from collections.abc import Callable, Hashable
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from meshwright.config import Batch, LayoutConfig, PipelineConfig, RunConfig
-from meshwright.config.device_defaults import with_device_defaults
+from meshwright.base.config import Batch, LayoutConfig, PipelineConfig, RunConfig
+from meshwright.base.config.device_defaults import with_device_defaults
+from meshwright.base.hardware.cluster import Cluster
+from meshwright.base.models.registry import validate_family
+from meshwright.base.models.traced_model import TracedModel
+from meshwright.base.topology import schedules
+from meshwright.base.topology.layout import Layout
+from meshwright.base.topology.parameter_shards import uses_ddp
+from meshwright.base.topology.unsupported import validate
 from meshwright.errors import ConfigError
-from meshwright.models.registry import validate_family
 from meshwright.planner.cost.units.data_sharding import DataSharding
-from meshwright.planner.hardware.cluster import Cluster
 from meshwright.planner.workload.own_trainer import own_trainer
 from meshwright.planner.workload.planned_job import PlannedJob, matmul_precision
-from meshwright.planner.workload.traced_model import TracedModel
 from meshwright.planner.workload.trainer_profile import TrainerProfile, with_matmul_precision
 from meshwright.planner.workload.trainer_profiles import MESHWRIGHT, MESHWRIGHT_COMPILED
 from meshwright.planner.workload.workload import Workload
-from meshwright.topology import schedules
-from meshwright.topology.layout import Layout
-from meshwright.topology.parameter_shards import uses_ddp
-from meshwright.topology.unsupported import validate
 
 
 class Candidate(NamedTuple):

@@ -15,7 +15,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from math import erfc, log, sqrt
 
-from meshwright.io import format_percent
+from meshwright.base.io import format_percent
 from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.search.candidate import Candidate
 from meshwright.planner.workload.planned_job import PlannedJob

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Hashable
 
+from meshwright.base.hardware.cluster import Cluster
+from meshwright.base.topology.layout import Layout
+from meshwright.base.topology.schedules import SCHEDULES
 from meshwright.planner.calibration.corrections import corrections_for
 from meshwright.planner.cost.estimate import Estimate, MemoryEstimate
 from meshwright.planner.cost.peak_memory import estimate_memory, rank_memory, rank_traces, ranks_that_may_peak
@@ -11,7 +14,6 @@ from meshwright.planner.cost.step_time import estimate_step
 from meshwright.planner.cost.trace.cost_trace import CostTrace
 from meshwright.planner.cost.units.data_sharding import layout_sharding
 from meshwright.planner.cost.units.stage_parameters import stages_by_rank
-from meshwright.planner.hardware.cluster import Cluster
 from meshwright.planner.search.bounds.candidate_bounds import CandidateBounds
 from meshwright.planner.search.bounds.memory_bounds import MemoryBounds
 from meshwright.planner.search.bounds.time_bounds import TimeBounds
@@ -27,8 +29,6 @@ from meshwright.planner.search.search_space import fills_schedule, pipeline_sche
 from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.planner.workload.trainer_profile import TrainerProfile
 from meshwright.planner.workload.workload import Workload
-from meshwright.topology.layout import Layout
-from meshwright.topology.schedules import SCHEDULES
 
 
 class CostCache:

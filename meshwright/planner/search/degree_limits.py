@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from meshwright.base.topology.layout import Layout
+from meshwright.base.topology.schedules import SCHEDULES
 from meshwright.planner.search.candidate import Candidate
 from meshwright.planner.search.cost_cache import CostCache
 from meshwright.planner.search.search_space import (
@@ -14,8 +16,6 @@ from meshwright.planner.search.search_space import (
     sharded_layouts,
 )
 from meshwright.planner.workload.workload import Workload
-from meshwright.topology.layout import Layout
-from meshwright.topology.schedules import SCHEDULES
 
 
 def all_degrees(cache: CostCache, space: SearchSpace) -> Iterator[ModelParallelDegrees]:

@@ -10,15 +10,16 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from meshwright.config import RunConfig, config_to_toml
+from meshwright.base.config import RunConfig, config_to_toml
+from meshwright.base.hardware.cluster import Cluster
+from meshwright.base.models.architecture import Architecture
+from meshwright.base.models.traced_model import TracedModel
 from meshwright.errors import ConfigError
-from meshwright.models.architecture import Architecture
 from meshwright.planner.calibration.corrections import corrections_for
 from meshwright.planner.calibration.prediction import prediction_record
 from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.cost.peak_memory import estimate_memory
 from meshwright.planner.generation import GeneratorPlan, plan_generators
-from meshwright.planner.hardware.cluster import Cluster
 from meshwright.planner.search.candidate import Candidate, candidate_config
 from meshwright.planner.search.choice import PlanFamily, memory_risk
 from meshwright.planner.search.cost_cache import CostCache
@@ -31,7 +32,6 @@ from meshwright.planner.search.scaling import ScalingRow, ScalingTable, scaling_
 from meshwright.planner.search.search import MIN_RANKED, SearchResult, search
 from meshwright.planner.search.settings import SettingChange, price_settings
 from meshwright.planner.search.trainer_rules import flop_convention, mfu_with_masked_scores, trainer_mfu
-from meshwright.planner.workload.traced_model import TracedModel
 from meshwright.planner.workload.workload import Workload
 
 

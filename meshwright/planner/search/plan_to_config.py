@@ -10,16 +10,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from meshwright.config import RunConfig, config_from_dict, config_to_dict, identity, placement
-from meshwright.config.constraints import PositiveInt
-from meshwright.config.reader import CommandLineValue, convert, read_toml, set_key
+from meshwright.base.config import RunConfig, config_from_dict, config_to_dict, identity, placement
+from meshwright.base.config.constraints import PositiveInt
+from meshwright.base.config.reader import CommandLineValue, convert, read_toml, set_key
+from meshwright.base.hardware.cluster import Cluster
+from meshwright.base.hardware.resolve_cluster import resolve_cluster, with_whole_nodes
+from meshwright.base.io import format_bytes, format_count, format_seconds, read_json
+from meshwright.base.models.initial_model import load_run_config
+from meshwright.base.records.untrusted_records import bounded_object, finite_number
+from meshwright.base.topology.layout import Layout
 from meshwright.errors import ConfigError
-from meshwright.io import format_bytes, format_count, format_seconds, read_json
-from meshwright.models.initial_model import load_run_config
 from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.describe import describe_plan
-from meshwright.planner.hardware.cluster import Cluster
-from meshwright.planner.hardware.resolve_cluster import resolve_cluster, with_whole_nodes
 from meshwright.planner.search.candidate import Candidate, candidate_config
 from meshwright.planner.search.cost_cache import CostCache
 from meshwright.planner.search.explanation.ladder import ddp_bottleneck, find_bottleneck
@@ -27,8 +29,6 @@ from meshwright.planner.search.explanation.suggestions import infeasible_error
 from meshwright.planner.search.search import search
 from meshwright.planner.workload.workload import SEARCHED_KEYS
 from meshwright.planner.workload.workload_args import workload_from_config
-from meshwright.telemetry.untrusted_records import bounded_object, finite_number
-from meshwright.topology.layout import Layout
 
 BEST = "best"
 PLAN_KEYS = (

@@ -8,17 +8,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from meshwright.io import format_count, format_percent, format_seconds
-from meshwright.models.architecture import Architecture
+from meshwright.base.hardware.cluster import Cluster
+from meshwright.base.io import format_count, format_percent, format_seconds
+from meshwright.base.models.architecture import Architecture
+from meshwright.base.models.traced_model import TracedModel
 from meshwright.planner.calibration.estimator import estimate
 from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.describe import exposed_seconds, merged_calls
-from meshwright.planner.hardware.cluster import Cluster
 from meshwright.planner.search.candidate import Candidate, exact_job
 from meshwright.planner.search.cost_cache import CostCache
 from meshwright.planner.search.search import search
 from meshwright.planner.search.search_space import divisors, fills_schedule
-from meshwright.planner.workload.traced_model import TracedModel
 from meshwright.planner.workload.workload import Workload
 
 FACTORS = (1, 2, 4, 8, 16, 32, 64)

@@ -24,6 +24,7 @@ from itertools import count, pairwise
 from math import inf
 from typing import NamedTuple
 
+from meshwright.base.topology.layout import Layout
 from meshwright.planner.calibration.estimator import estimate
 from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.search.bounds.candidate_bounds import CandidateBounds
@@ -39,7 +40,6 @@ from meshwright.planner.search.choice import (
 from meshwright.planner.search.cost_cache import CostCache
 from meshwright.planner.search.degree_limits import all_degrees, checkpoint_modes, least_memory, unscheduled
 from meshwright.planner.search.search_space import ModelParallelDegrees, SearchSpace, sharded_layouts
-from meshwright.topology.layout import Layout
 
 MAX_MEMORY_ESTIMATES = 250
 """The memory estimates of one search, as soon as it has found a plan."""

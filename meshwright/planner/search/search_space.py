@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 from functools import cache
 from math import lcm
 
-from meshwright.models.registry import run_spec
+from meshwright.base.models.registry import run_spec
+from meshwright.base.models.traced_model import TracedModel
+from meshwright.base.topology.layout import Layout
+from meshwright.base.topology.schedules import SCHEDULES, find_schedule
 from meshwright.planner.search.trainer_rules import trainer_rules
-from meshwright.planner.workload.traced_model import TracedModel
 from meshwright.planner.workload.workload import Workload
-from meshwright.topology.layout import Layout
-from meshwright.topology.schedules import SCHEDULES, find_schedule
 
 CHECKPOINT_MODES = ("none", "selective", "full")
 """Modes of activation checkpointing, from the fastest with the most memory to the slowest with the least."""

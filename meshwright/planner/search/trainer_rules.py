@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from meshwright.base.models.architecture import Architecture
 from meshwright.errors import ConfigError
-from meshwright.models.architecture import Architecture
 from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.workload.trainer_profiles import TRAINERS
 from meshwright.planner.workload.workload import Workload

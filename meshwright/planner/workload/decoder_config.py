@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from meshwright.config.reader import format_value
-from meshwright.errors import ConfigError
-from meshwright.models.architecture import Architecture
-from meshwright.models.block_kinds import BlockKind, FeedForward
-from meshwright.models.config_fields import (
+from meshwright.base.config.reader import format_value
+from meshwright.base.models.architecture import Architecture
+from meshwright.base.models.block_kinds import BlockKind, FeedForward
+from meshwright.base.models.config_fields import (
     REQUIRED,
     ConfigFields,
     Experts,
@@ -18,6 +17,7 @@ from meshwright.models.config_fields import (
     Vocabulary,
     Width,
 )
+from meshwright.errors import ConfigError
 
 
 def decoder(fields: ConfigFields) -> Architecture:

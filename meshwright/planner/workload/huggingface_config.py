@@ -11,11 +11,10 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from meshwright.config import ModelConfig
-from meshwright.config.reader import format_value
-from meshwright.errors import ConfigError
-from meshwright.models.architecture import Architecture, LatentAttention
-from meshwright.models.config_fields import (
+from meshwright.base.config import ModelConfig
+from meshwright.base.config.reader import format_value
+from meshwright.base.models.architecture import Architecture, LatentAttention
+from meshwright.base.models.config_fields import (
     REQUIRED,
     ConfigFields,
     Experts,
@@ -27,7 +26,8 @@ from meshwright.models.config_fields import (
     Width,
     read_config_file,
 )
-from meshwright.models.registry import read_huggingface_model
+from meshwright.base.models.registry import read_huggingface_model
+from meshwright.errors import ConfigError
 from meshwright.planner.workload.decoder_config import (
     decoder,
     require_moe_in_every_layer,

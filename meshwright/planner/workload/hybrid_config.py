@@ -17,11 +17,10 @@ from collections.abc import Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
-from meshwright.config.reader import format_value
-from meshwright.errors import ConfigError
-from meshwright.models.architecture import Architecture
-from meshwright.models.block_kinds import BlockKind, LinearAttention, Mixer, StateSpace
-from meshwright.models.config_fields import (
+from meshwright.base.config.reader import format_value
+from meshwright.base.models.architecture import Architecture
+from meshwright.base.models.block_kinds import BlockKind, LinearAttention, Mixer, StateSpace
+from meshwright.base.models.config_fields import (
     REQUIRED,
     ConfigFields,
     Experts,
@@ -32,6 +31,7 @@ from meshwright.models.config_fields import (
     Tokens,
     Width,
 )
+from meshwright.errors import ConfigError
 from meshwright.planner.workload.decoder_config import decoder, with_biases, with_qwen_experts
 
 LAYER_TYPES: dict[Mixer, str] = {"window": "sliding_attention", "linear": "linear_attention"}

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import lru_cache
 
-from meshwright.config import LoraConfig, ModelConfig, OptimizerConfig, RunConfig
-from meshwright.models.registry import frozen_spec
-from meshwright.models.spec import ParameterSpec
-from meshwright.planner.workload.traced_model import TracedModel
+from meshwright.base.config import LoraConfig, ModelConfig, OptimizerConfig, RunConfig
+from meshwright.base.models.registry import frozen_spec
+from meshwright.base.models.spec import ParameterSpec
+from meshwright.base.models.traced_model import TracedModel
+from meshwright.base.topology.optimizer_state import OUTSIDE_BLOCKS, state_tensors, update_rule
 from meshwright.planner.workload.trainer_profile import TrainerProfile
-from meshwright.topology.optimizer_state import OUTSIDE_BLOCKS, state_tensors, update_rule
 
 
 def optimizer_bytes(trainer: TrainerProfile, config: RunConfig | None, model: object) -> float:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from meshwright.config import RunConfig
+from meshwright.base.config import RunConfig
+from meshwright.base.topology.layout import Layout
+from meshwright.base.topology.parameter_shards import uses_ddp, uses_fsdp
 from meshwright.planner.workload.trainer_profile import TrainerProfile
 from meshwright.planner.workload.trainer_profiles import FUSED_LOSS, MESHWRIGHT, MESHWRIGHT_COMPILED
-from meshwright.topology.layout import Layout
-from meshwright.topology.parameter_shards import uses_ddp, uses_fsdp
 
 BF16_RESIDUAL_TRAFFIC, FP32_RESIDUAL_TRAFFIC = 8, 19
 """`residual_traffic_bytes` of compiled blocks with bf16 weights, by the dtype of the residual stream. One in

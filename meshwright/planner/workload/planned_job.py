@@ -5,18 +5,18 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from meshwright.config import Batch, RunConfig, derive_batch
-from meshwright.config.device_defaults import with_device_defaults
-from meshwright.models.architecture import Architecture
-from meshwright.models.registry import block_costs, model_architecture
-from meshwright.planner.hardware.cluster import Cluster
+from meshwright.base.config import Batch, RunConfig, derive_batch
+from meshwright.base.config.device_defaults import with_device_defaults
+from meshwright.base.hardware.cluster import Cluster
+from meshwright.base.models.architecture import Architecture
+from meshwright.base.models.registry import block_costs, model_architecture
+from meshwright.base.models.traced_model import TracedModel
+from meshwright.base.topology.layout import Layout, stages_per_rank
+from meshwright.base.topology.schedules import find_schedule
 from meshwright.planner.workload.optimizer_bytes import optimizer_bytes
 from meshwright.planner.workload.own_trainer import own_trainer
-from meshwright.planner.workload.traced_model import TracedModel
 from meshwright.planner.workload.trainer_profile import TrainerProfile
 from meshwright.planner.workload.trainer_profiles import MESHWRIGHT
-from meshwright.topology.layout import Layout, stages_per_rank
-from meshwright.topology.schedules import find_schedule
 
 
 def matmul_precision(config: RunConfig, cluster: Cluster) -> str:

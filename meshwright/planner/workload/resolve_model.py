@@ -6,11 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright.config import PRESETS, ModelConfig, RunConfig
+from meshwright.base.config import PRESETS, ModelConfig, RunConfig
+from meshwright.base.models.architecture import Architecture
+from meshwright.base.models.initial_model import load_run_config
+from meshwright.base.models.registry import model_architecture
 from meshwright.errors import ConfigError
-from meshwright.models.architecture import Architecture
-from meshwright.models.initial_model import load_run_config
-from meshwright.models.registry import model_architecture
 from meshwright.planner.workload.huggingface_config import read_huggingface_config
 
 

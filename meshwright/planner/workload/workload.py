@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-from meshwright.config import RunConfig
-from meshwright.models.architecture import Architecture
-from meshwright.models.registry import block_costs
-from meshwright.planner.hardware.cluster import Cluster
+from meshwright.base.config import RunConfig
+from meshwright.base.hardware.cluster import Cluster
+from meshwright.base.models.architecture import Architecture
+from meshwright.base.models.registry import block_costs
+from meshwright.base.models.traced_model import TracedModel
 from meshwright.planner.workload.expert_loads import rank_imbalance
-from meshwright.planner.workload.traced_model import TracedModel
 from meshwright.planner.workload.trainer_profile import TrainerProfile
 
 SEARCHED_KEYS = (

@@ -6,12 +6,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-from meshwright.config import RunConfig, config_from_dict, config_to_dict, load_config
-from meshwright.config.dtypes import COMPUTE_BYTES, PRECISIONS
+from meshwright.base.config import RunConfig, config_from_dict, config_to_dict, load_config
+from meshwright.base.config.dtypes import COMPUTE_BYTES, PRECISIONS
+from meshwright.base.models.registry import model_architecture
+from meshwright.base.models.traced_model import TracedModel
 from meshwright.errors import ConfigError
-from meshwright.models.registry import model_architecture
 from meshwright.planner.workload.resolve_model import resolve_model
-from meshwright.planner.workload.traced_model import TracedModel
 from meshwright.planner.workload.trainer_profiles import in_16_bits, trainer_profile
 from meshwright.planner.workload.workload import SEARCHED_KEYS, Workload, count_samples
 

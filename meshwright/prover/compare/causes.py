@@ -10,13 +10,13 @@ from math import isclose, isnan
 import torch
 from torch import Tensor
 
-from meshwright.config import RunConfig
+from meshwright.base.config import RunConfig
+from meshwright.base.topology.layout import Layout
 from meshwright.prover.compare.discrepancy import FACTOR_TOLERANCE, Difference, Quantity, equal_within
 from meshwright.prover.compare.updates import RecordedUpdate
 from meshwright.prover.oracle.update_rules import ReferenceOptimizer
 from meshwright.prover.trace import StepTrace, Trace
 from meshwright.prover.tracer import AssembledTrace
-from meshwright.topology.layout import Layout
 
 ROUNDED = "complete but rounded: a reduction or a matmul in lower precision"
 MAX_ROUNDING = 0.02

@@ -8,6 +8,7 @@ from itertools import combinations
 import torch
 from torch import Tensor
 
+from meshwright.base.topology.layout import Layout
 from meshwright.prover.compare.causes import (
     MAX_ROUNDING,
     ROUNDED,
@@ -18,7 +19,6 @@ from meshwright.prover.compare.causes import (
 )
 from meshwright.prover.compare.discrepancy import FACTOR_TOLERANCE, Difference, equal_within
 from meshwright.prover.tracer import AssembledTrace, Region
-from meshwright.topology.layout import Layout
 
 SUM_TOLERANCE = 1e-3
 """The largest relative error of a sum over ranks that explains a gradient."""

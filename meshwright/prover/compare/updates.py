@@ -13,7 +13,7 @@ from math import isfinite, sqrt
 import torch
 from torch import Tensor
 
-from meshwright.config import OptimizerConfig, RunConfig
+from meshwright.base.config import OptimizerConfig, RunConfig
 from meshwright.prover.compare.discrepancy import Quantity, compare_tensors
 from meshwright.prover.oracle.optimizer import clip_factor, global_norm
 from meshwright.prover.oracle.update_rules import (

@@ -8,10 +8,10 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from meshwright.core.trainer.custom_model import CustomModel
+from meshwright.core.trainer.first_batch.trained_tensors import has_hook, leaves_of
 from meshwright.prover.custom.subject import plain_objective
 from meshwright.prover.oracle.plain_model import BatchDivision, PlainModel, Samples, seed_all
-from meshwright.trainer.custom_model import CustomModel
-from meshwright.trainer.first_batch.trained_tensors import has_hook, leaves_of
 
 
 def find_unregistered(model: PlainModel, samples: Samples, names: set[str]) -> str:

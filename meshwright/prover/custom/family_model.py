@@ -9,11 +9,11 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from meshwright.config import RunConfig
-from meshwright.models.init import build_model
-from meshwright.models.registry import run_spec
-from meshwright.parallel.tensor_parallel import family_parallel_spec
-from meshwright.trainer.custom_model import CustomModel
+from meshwright.base.config import RunConfig
+from meshwright.base.models.registry import run_spec
+from meshwright.core.models.init import build_model
+from meshwright.core.parallel.tensor_parallel import family_parallel_spec
+from meshwright.core.trainer.custom_model import CustomModel
 
 REFERENCES = ("llama",)
 """The families that `prover/oracle/decoder.py` computes again."""

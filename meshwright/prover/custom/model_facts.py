@@ -11,15 +11,15 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from meshwright.data.source import ConcatenatedSource, Source, spaced_indices
+from meshwright.core.data.source import ConcatenatedSource, Source, spaced_indices
+from meshwright.core.parallel.world import World
+from meshwright.core.torch_private import TorchDispatchMode
+from meshwright.core.trainer.custom_model import CustomModel
 from meshwright.errors import ConfigError, describe_exception
-from meshwright.parallel.world import World
 from meshwright.prover.claims import Claim
 from meshwright.prover.custom.copied_module import find_copy_problem, find_unregistered
 from meshwright.prover.custom.subject import find_tied_parameters, plain_objective
 from meshwright.prover.oracle.plain_model import BatchDivision, PlainModel, Samples, seed_all
-from meshwright.torch_private import TorchDispatchMode
-from meshwright.trainer.custom_model import CustomModel
 
 SAMPLES = 6
 """Samples of the batch that is tried."""

@@ -7,10 +7,11 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
-from meshwright.config import RunConfig
+from meshwright.base.config import RunConfig
+from meshwright.base.topology.layout import Layout
+from meshwright.core.launch.first_batch_check import prepare_custom_model
+from meshwright.core.launch.ranks import run_ranks
 from meshwright.errors import ConfigError
-from meshwright.launch.first_batch_check import prepare_custom_model
-from meshwright.launch.ranks import run_ranks
 from meshwright.prover.claims import Claim, cuda_devices
 from meshwright.prover.custom.model_facts import ModelFacts, collect_facts
 from meshwright.prover.custom.subject import Subject
@@ -20,7 +21,6 @@ from meshwright.prover.recovery import check_recovery
 from meshwright.prover.schedule import check_schedule
 from meshwright.prover.shrink.custom_runs import custom_not_proven, custom_runs
 from meshwright.prover.stream import check_stream
-from meshwright.topology.layout import Layout
 
 BUILT_IN_ONLY = (
     "the initial weights: they are those of the module",

@@ -9,10 +9,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.config import Batch, RunConfig
-from meshwright.config.dtypes import rounds_weights
-from meshwright.data.source import ConcatenatedSource
-from meshwright.parallel.float8 import find_linear_layers
+from meshwright.base.config import Batch, RunConfig
+from meshwright.base.config.dtypes import rounds_weights
+from meshwright.base.topology.layout import Layout
+from meshwright.base.topology.parameter_shards import uses_fsdp
+from meshwright.core.data.source import ConcatenatedSource
+from meshwright.core.parallel.float8 import find_linear_layers
+from meshwright.core.trainer.custom_model import CustomModel
 from meshwright.prover.custom.model_facts import ModelFacts
 from meshwright.prover.custom.subject import plain_objective
 from meshwright.prover.oracle.float8 import rounded_layers
@@ -23,9 +26,6 @@ from meshwright.prover.oracle.steps import TrainedModel, train_steps
 from meshwright.prover.reference import Reference, ReferenceTask
 from meshwright.prover.trace import StepTrace, Trace
 from meshwright.prover.tracer import AssembledTrace
-from meshwright.topology.layout import Layout
-from meshwright.topology.parameter_shards import uses_fsdp
-from meshwright.trainer.custom_model import CustomModel
 
 BY_ROUNDING = ("fp64", "fp32", "fp16", "bf16", "fp8")
 """The precisions, those that round least first."""

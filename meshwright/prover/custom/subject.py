@@ -9,11 +9,11 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from meshwright.config import IGNORE_INDEX
-from meshwright.data.source import Source
+from meshwright.base.config import IGNORE_INDEX
+from meshwright.core.data.source import Source
+from meshwright.core.trainer.custom_model import CustomModel
 from meshwright.prover.oracle.plain_objective import PlainObjective
 from meshwright.prover.tracer import input_names
-from meshwright.trainer.custom_model import CustomModel
 
 
 @dataclass(frozen=True)

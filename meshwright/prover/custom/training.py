@@ -6,9 +6,11 @@ from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 
-from meshwright.config import LayoutConfig, RunConfig
+from meshwright.base.config import LayoutConfig, RunConfig
+from meshwright.base.records.run_folder import RunFolder
+from meshwright.base.topology.layout import Layout
+from meshwright.core.launch.ranks import run_ranks
 from meshwright.errors import MeshwrightError
-from meshwright.launch.ranks import run_ranks
 from meshwright.prover.claims import Claim, cuda_devices, proof_folder, proof_job
 from meshwright.prover.custom.model_facts import ModelFacts
 from meshwright.prover.custom.reference import CustomReferenceTask
@@ -27,8 +29,6 @@ from meshwright.prover.training import (
     compare_with_reference,
     execute_or_failure,
 )
-from meshwright.telemetry.run_folder import RunFolder
-from meshwright.topology.layout import Layout
 
 
 def check_custom_training(config: RunConfig, subject: Subject, facts: ModelFacts) -> Iterator[Claim]:

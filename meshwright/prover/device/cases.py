@@ -9,11 +9,11 @@ from dataclasses import replace
 from itertools import product
 from typing import Literal
 
-from meshwright.config import LayoutConfig, RunConfig
-from meshwright.config.device_defaults import with_device_defaults
+from meshwright.base.config import LayoutConfig, RunConfig
+from meshwright.base.config.device_defaults import with_device_defaults
+from meshwright.base.topology.layout import Layout
 from meshwright.prover.shrink.runs import DEVICE, ProofRun, changes, is_valid
 from meshwright.prover.shrink.sizes import min_blocks, shrink
-from meshwright.topology.layout import Layout
 
 RANKS = (2, 4)
 PRECISIONS: tuple[Literal["fp32", "bf16"], ...] = ("fp32", "bf16")

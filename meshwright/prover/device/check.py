@@ -12,18 +12,18 @@ from pathlib import Path
 
 import torch
 
-from meshwright.config import RunConfig
+from meshwright.base.config import RunConfig
+from meshwright.base.records.failures import RanksFailed
+from meshwright.core.launch.ranks import run_ranks
+from meshwright.core.parallel.world import World
+from meshwright.core.trainer.job import Job
+from meshwright.core.trainer.loop import train_rank
 from meshwright.errors import ConfigError, MeshwrightError
-from meshwright.launch.ranks import run_ranks
-from meshwright.parallel.world import World
 from meshwright.prover.claims import Claim, cuda_devices, proof_folder
 from meshwright.prover.device.cases import RANKS, device_runs, unsupported_axes
 from meshwright.prover.reference import Reference, ReferenceTask, compute_references
 from meshwright.prover.tracer import AssembledTrace
 from meshwright.prover.training import MAX_SECONDS, Outcome, TracedRun, compare_with_reference, prepare
-from meshwright.recover.failures import RanksFailed
-from meshwright.trainer.job import Job
-from meshwright.trainer.loop import train_rank
 
 SECONDS_PER_RUN = 60.0
 """After so many seconds per run, a launch has failed."""

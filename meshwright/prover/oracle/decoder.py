@@ -1,9 +1,9 @@
 """The decoder as its definition says: parameters by name, tokens and labels -> token losses.
 
 RMSNorm, rotary positions, grouped-query attention, SwiGLU, routed and shared experts. It is compared with
-`meshwright/models`, and so uses other formulations, in plain tensor operations: rotation by complex numbers, explicit
-masks and softmax, cross-entropy by logsumexp, one expert after the other. In low precision, the inputs and outputs of
-matrix products are rounded as under autocast; norms, softmax, router and loss are float32.
+`meshwright/core/models`, and so uses other formulations, in plain tensor operations: rotation by complex numbers,
+explicit masks and softmax, cross-entropy by logsumexp, one expert after the other. In low precision, the inputs and
+outputs of matrix products are rounded as under autocast; norms, softmax, router and loss are float32.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from meshwright.config import IGNORE_INDEX, ModelConfig
+from meshwright.base.config import IGNORE_INDEX, ModelConfig
 from meshwright.prover.oracle.float8 import rounded_product
 from meshwright.prover.oracle.long_attention import LongAttention
 

@@ -8,7 +8,7 @@ import math
 import torch
 from torch import Tensor
 
-from meshwright.config import ModelConfig, RunConfig
+from meshwright.base.config import ModelConfig, RunConfig
 
 ROWS = 1024
 """Rows of a matrix that one random generator produces."""

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from meshwright.config import PrecisionConfig, ScheduleConfig
+from meshwright.base.config import PrecisionConfig, ScheduleConfig
 from meshwright.prover.oracle.update_rules import State
 
 

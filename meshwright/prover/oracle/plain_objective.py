@@ -13,7 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from meshwright.config import IGNORE_INDEX
+from meshwright.base.config import IGNORE_INDEX
 from meshwright.prover.trace import input_name
 
 TARGETS = ("labels", "label", "targets", "target")

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from meshwright.config import IGNORE_INDEX, RunConfig
+from meshwright.base.config import IGNORE_INDEX, RunConfig
 from meshwright.prover.oracle.decoder import Parameters, ReferenceDecoder
 
 STANDARD_DEVIATION_FLOOR = 1e-6

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import isqrt
 
-from meshwright.config import RunConfig
+from meshwright.base.config import RunConfig
 
 CYCLE = 10_000
 """Positions after which the shares of a mixture are exact."""

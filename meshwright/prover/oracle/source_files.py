@@ -1,4 +1,4 @@
-"""The samples of a source by their definition in docs/stream.md, read from the raw files without meshwright.data."""
+"""The samples of a source by their definition in docs/stream.md, read from the raw files alone."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.config import IGNORE_INDEX, DataConfig, RunConfig, SourceConfig
+from meshwright.base.config import IGNORE_INDEX, DataConfig, RunConfig, SourceConfig
 
 MAX_TOKENIZED_BYTES = 1 << 20
 """Of larger text and JSONL files, only the documents up to this size are tokenized."""

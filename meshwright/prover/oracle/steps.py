@@ -10,7 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from meshwright.config import RunConfig
+from meshwright.base.config import RunConfig
 from meshwright.prover.oracle.optimizer import (
     ReferenceLossScale,
     ReferenceState,

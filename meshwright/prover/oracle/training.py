@@ -12,8 +12,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from meshwright.config import IGNORE_INDEX, RunConfig
-from meshwright.config.dtypes import rounds_weights
+from meshwright.base.config import IGNORE_INDEX, RunConfig
+from meshwright.base.config.dtypes import rounds_weights
 from meshwright.errors import ConfigError
 from meshwright.prover.oracle.decoder import LONG_SEQUENCE, Parameters, ReferenceDecoder
 from meshwright.prover.oracle.equivalent_model import equivalent_parameters

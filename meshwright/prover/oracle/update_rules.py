@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 import torch
 from torch import Tensor
 
-from meshwright.config import OptimizerConfig, RunConfig
+from meshwright.base.config import OptimizerConfig, RunConfig
 
 State = dict[str, Tensor]
 """The optimizer state of one parameter, by the key that a checkpoint has."""

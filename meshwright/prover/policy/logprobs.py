@@ -11,16 +11,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from meshwright.config import IGNORE_INDEX, RunConfig
+from meshwright.base.config import IGNORE_INDEX, RunConfig
+from meshwright.base.topology.layout import Layout
+from meshwright.base.topology.parameter_shards import uses_fsdp
+from meshwright.core.trainer.job import TrainingObserver
+from meshwright.core.trainer.loop import Training
 from meshwright.prover.claims import Claim, cuda_devices, describe_settings, proof_folder
 from meshwright.prover.policy.recorded_run import PolicyRun
 from meshwright.prover.shrink.policy_runs import scored_policy_run
 from meshwright.rl.policy_head import PolicyHead
 from meshwright.rl.rows import OLD_LOGPROB
-from meshwright.topology.layout import Layout
-from meshwright.topology.parameter_shards import uses_fsdp
-from meshwright.trainer.job import TrainingObserver
-from meshwright.trainer.loop import Training
 
 LARGEST_DIFFERENCE = {"fp64": 1e-9, "fp32": 1e-3, "bf16": 0.25, "fp16": 0.25}
 """Where the learner computes in another order than a generator, the difference of a log-probability that rounding

@@ -11,14 +11,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from meshwright.config import IGNORE_INDEX, RunConfig
-from meshwright.config.device_defaults import with_device_defaults
-from meshwright.data.loader import MicroBatch
-from meshwright.launch.ranks import run_ranks
-from meshwright.optim.build import build_optimizer
-from meshwright.parallel.local_shard import full_tensor
-from meshwright.parallel.parallel_model import router_biases
-from meshwright.parallel.world import World
+from meshwright.base.config import IGNORE_INDEX, RunConfig
+from meshwright.base.config.device_defaults import with_device_defaults
+from meshwright.base.topology.layout import Layout
+from meshwright.base.topology.unsupported import validate
+from meshwright.core.data.loader import MicroBatch
+from meshwright.core.launch.ranks import run_ranks
+from meshwright.core.optim.build import build_optimizer
+from meshwright.core.parallel.local_shard import full_tensor
+from meshwright.core.parallel.parallel_model import router_biases
+from meshwright.core.parallel.world import World
+from meshwright.core.telemetry.step_clock import StepClock
+from meshwright.core.trainer.build import build_parallel_model
+from meshwright.core.trainer.precision import Precision
+from meshwright.core.trainer.step import Step, StepContext
 from meshwright.prover.claims import Claim, describe_settings
 from meshwright.prover.oracle.policy_objective import PolicyReference, ReferenceRollout, policy_reference
 from meshwright.prover.shrink.policy_runs import objective_run, small_policy_run
@@ -26,12 +32,6 @@ from meshwright.prover.shrink.runs import changes
 from meshwright.rl.rollout import Rollout, RolloutGroup
 from meshwright.rl.rows import group_rows
 from meshwright.rl.version import PolicyVersion
-from meshwright.telemetry.step_clock import StepClock
-from meshwright.topology.layout import Layout
-from meshwright.topology.unsupported import validate
-from meshwright.trainer.build import build_parallel_model
-from meshwright.trainer.precision import Precision
-from meshwright.trainer.step import Step, StepContext
 
 FLOAT64_ERROR = 1e-10
 """The largest relative error of a gradient in float64: of sums in another order, over all tokens of a batch."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from meshwright.config import RunConfig
+from meshwright.base.config import RunConfig
 from meshwright.errors import ConfigError
 from meshwright.prover.claims import Claim
 from meshwright.prover.custom.family_model import has_reference

@@ -8,20 +8,20 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from meshwright.config import RunConfig
+from meshwright.base.config import RunConfig
+from meshwright.base.records.events import Event, read_events
+from meshwright.base.records.failures import RanksFailed
+from meshwright.base.records.run_folder import RunFolder
+from meshwright.base.user_code.user_code import UserCode
+from meshwright.core.launch.job import make_job
+from meshwright.core.trainer.job import TrainingObserver
 from meshwright.errors import MeshwrightError, RestartsExhausted
-from meshwright.launch.job import make_job
-from meshwright.launch.user_code.user_code import UserCode
 from meshwright.prover.claims import SMALL_BLOCKS, fault_environment, supervise_quietly
 from meshwright.prover.policy.audit import LoggedGroup
 from meshwright.prover.shrink.runs import changes
-from meshwright.recover.failures import RanksFailed
 from meshwright.rl.log.interface import DamagedRecord
 from meshwright.rl.log.open_log import open_rollout_reader
 from meshwright.rl.rollout import RolloutGroup
-from meshwright.telemetry.events import Event, read_events
-from meshwright.telemetry.run_folder import RunFolder
-from meshwright.trainer.job import TrainingObserver
 
 REWARD_CHANGE = "the reward to a digest of the completion"
 """An untrained small model solves no hard task, and groups without a difference of rewards are left out."""

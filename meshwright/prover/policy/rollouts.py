@@ -8,17 +8,17 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from meshwright.config import RunConfig
-from meshwright.data.source import Source
+from meshwright.base.config import RunConfig
+from meshwright.base.records.incidents import read_incidents
+from meshwright.base.topology.layout import Layout
+from meshwright.core.data.source import Source
 from meshwright.prover.claims import Claim, describe_settings, proof_folder
 from meshwright.prover.oracle.sampler import Sampler
 from meshwright.prover.policy.audit import AuditedRollouts, LoggedGroup, check_counts, find_unlogged, read_history
 from meshwright.prover.policy.recorded_run import PolicyRun
 from meshwright.prover.shrink.policy_runs import killed_policy_run
 from meshwright.prover.state.checkpoint_content import published_checkpoints
-from meshwright.recover.incidents import read_incidents
 from meshwright.rl.tasks.prompt_source import open_prompt_source
-from meshwright.topology.layout import Layout
 
 SERVICE_POINTS = ("rollout.append", "rollout.committed")
 """Where the rollout service is killed, once per start, before the learner has its first batch."""

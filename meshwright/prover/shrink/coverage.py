@@ -5,15 +5,15 @@ from __future__ import annotations
 import os
 from collections.abc import Sequence
 
-from meshwright.config import RunConfig
-from meshwright.models.registry import run_spec
+from meshwright.base.config import RunConfig
+from meshwright.base.models.registry import run_spec
+from meshwright.base.topology.axes import AXIS_TABLE
+from meshwright.base.topology.layout import Layout
+from meshwright.base.topology.parameter_shards import uses_fsdp
+from meshwright.base.topology.unsupported import validate
 from meshwright.prover.shrink.layouts import pairs
 from meshwright.prover.shrink.runs import ProofRun
 from meshwright.prover.shrink.sizes import user_accumulation
-from meshwright.topology.axes import AXIS_TABLE
-from meshwright.topology.layout import Layout
-from meshwright.topology.parameter_shards import uses_fsdp
-from meshwright.topology.unsupported import validate
 
 START_SECONDS = 0.5
 """of a run, in which its ranks wait for each other"""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from meshwright.config import BatchConfig, LayoutConfig, RunConfig
+from meshwright.base.config import BatchConfig, LayoutConfig, RunConfig
+from meshwright.base.topology.layout import Layout
+from meshwright.base.topology.unsupported import validate
 from meshwright.prover.shrink.coverage import unproven_degrees, unproven_pairs
 from meshwright.prover.shrink.layouts import layouts_after_resume, layouts_with_degree_three, small_layouts
 from meshwright.prover.shrink.runs import (
@@ -33,8 +35,6 @@ from meshwright.prover.shrink.sizes import (
     small_schedule,
     user_accumulation,
 )
-from meshwright.topology.layout import Layout
-from meshwright.topology.unsupported import validate
 
 SMALL_BUCKETS_MB = 0.001
 """The size of DDP's buckets, so that also a small model has several."""

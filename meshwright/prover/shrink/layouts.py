@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from dataclasses import replace
 from itertools import combinations, product
 
-from meshwright.config import LayoutConfig
-from meshwright.topology.axes import AXES
-from meshwright.topology.layout import Layout
+from meshwright.base.config import LayoutConfig
+from meshwright.base.topology.axes import AXES
+from meshwright.base.topology.layout import Layout
 
 MAX_RANKS = 8
 """The most ranks of a proof run."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from meshwright.config import BatchConfig, RunConfig
+from meshwright.base.config import BatchConfig, RunConfig
+from meshwright.base.topology.layout import Layout
+from meshwright.base.topology.unsupported import validate
 from meshwright.prover.shrink.layouts import small_layouts
 from meshwright.prover.shrink.runs import as_float64
 from meshwright.prover.shrink.sizes import (
@@ -16,8 +18,6 @@ from meshwright.prover.shrink.sizes import (
     user_accumulation,
 )
 from meshwright.rl.tasks.registry import find_task
-from meshwright.topology.layout import Layout
-from meshwright.topology.unsupported import validate
 
 MAX_BLOCKS = 2
 MAX_RANKS = 4

@@ -8,8 +8,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from meshwright.config import BatchConfig, LayoutConfig, NumericsConfig, RunConfig
-from meshwright.config.fingerprint import flatten
+from meshwright.base.config import BatchConfig, LayoutConfig, NumericsConfig, RunConfig
+from meshwright.base.config.fingerprint import flatten
+from meshwright.base.topology.layout import Layout, stages_per_rank
+from meshwright.base.topology.unsupported import validate
 from meshwright.errors import ConfigError
 from meshwright.prover.shrink.layouts import (
     layouts_after_resume,
@@ -28,8 +30,6 @@ from meshwright.prover.shrink.sizes import (
     small_batch,
     user_accumulation,
 )
-from meshwright.topology.layout import Layout, stages_per_rank
-from meshwright.topology.unsupported import validate
 
 MAX_SEQUENCE = 16_384
 """The longest sequence that is proven by default."""

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from itertools import count
 from math import lcm
 
-from meshwright.config import (
+from meshwright.base.config import (
     BatchConfig,
     CheckpointConfig,
     DDPConfig,
@@ -23,12 +23,12 @@ from meshwright.config import (
     ScheduleConfig,
     derive_batch,
 )
-from meshwright.config.dtypes import COMPUTE_BYTES
-from meshwright.models.registry import model_spec
-from meshwright.topology.layout import Layout, stages_per_rank
-from meshwright.topology.parameter_shards import uses_ddp
-from meshwright.topology.schedules import find_schedule
-from meshwright.topology.unsupported import min_shard_group_size
+from meshwright.base.config.dtypes import COMPUTE_BYTES
+from meshwright.base.models.registry import model_spec
+from meshwright.base.topology.layout import Layout, stages_per_rank
+from meshwright.base.topology.parameter_shards import uses_ddp
+from meshwright.base.topology.schedules import find_schedule
+from meshwright.base.topology.unsupported import min_shard_group_size
 
 HANG_TIMEOUT = 60.0
 """Seconds after which a proof run without progress has failed."""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
-from meshwright.config import IGNORE_INDEX, RunConfig
-from meshwright.data.file_sources import open_sources
-from meshwright.data.source import Sample, Source, content_digest
+from meshwright.base.config import IGNORE_INDEX, RunConfig
+from meshwright.core.data.file_sources import open_sources
+from meshwright.core.data.source import Sample, Source, content_digest
 
 MEAN_DOCUMENT_TOKENS = 6
 

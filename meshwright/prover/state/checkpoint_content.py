@@ -14,10 +14,10 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
-from meshwright.config.dtypes import TENSOR_BYTES
+from meshwright.base.config.dtypes import TENSOR_BYTES
+from meshwright.base.topology.layout import Layout
 from meshwright.prover.state.comparison import Reference, compare_values, explain_kinds, shorten
 from meshwright.prover.state.recording import FROZEN, ROUNDED, ShardRecord, StateRecord, digest_tensor
-from meshwright.topology.layout import Layout
 
 
 @dataclass(frozen=True)

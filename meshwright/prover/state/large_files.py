@@ -11,20 +11,20 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
-from meshwright.checkpoint.dcp_planner import LocalShardLoadPlanner, LocalShardSavePlanner, as_planner_state
-from meshwright.checkpoint.format.manifest_parts import RecordedPart, ShardOrigin
-from meshwright.checkpoint.format.regions import TensorRecord
-from meshwright.checkpoint.listing import CheckpointEntry
-from meshwright.checkpoint.manifest import Manifest
-from meshwright.checkpoint.restore import local_regions
-from meshwright.checkpoint.shards import ShardReader, ShardWriter
-from meshwright.checkpoint.state import CheckpointState
-from meshwright.checkpoint.verify import verify_file
-from meshwright.config import BLOCK_SIZES, BlockSizes
+from meshwright.base.checkpoint.format.manifest_parts import RecordedPart, ShardOrigin
+from meshwright.base.checkpoint.format.regions import TensorRecord
+from meshwright.base.checkpoint.listing import CheckpointEntry
+from meshwright.base.checkpoint.manifest import Manifest
+from meshwright.base.config import BLOCK_SIZES, BlockSizes
+from meshwright.base.store.interface import Buffer
+from meshwright.base.store.posix import PosixCalls, PosixStore
+from meshwright.core.checkpoint.dcp_planner import LocalShardLoadPlanner, LocalShardSavePlanner, as_planner_state
+from meshwright.core.checkpoint.restore import local_regions
+from meshwright.core.checkpoint.shards import ShardReader, ShardWriter
+from meshwright.core.checkpoint.state import CheckpointState
+from meshwright.core.checkpoint.verify import verify_file
 from meshwright.errors import CheckpointError
 from meshwright.prover.claims import Claim, proof_folder
-from meshwright.store.interface import Buffer
-from meshwright.store.posix import PosixCalls, PosixStore
 
 HOLE_BYTES = 1 << 31
 """The size of each of two tensors of zeros: what follows them is beyond 2^31 and beyond 2^32."""

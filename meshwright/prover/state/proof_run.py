@@ -5,15 +5,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright.config import RunConfig
-from meshwright.data.source import Sample, Source
+from meshwright.base.config import RunConfig
+from meshwright.base.records.events import Event, read_events
+from meshwright.base.records.run_folder import RunFolder
+from meshwright.core.data.source import Sample, Source
 from meshwright.prover.claims import fault_environment, proof_job, supervise_quietly
 from meshwright.prover.custom.subject import Subject
 from meshwright.prover.shrink import open_proof_sources
 from meshwright.prover.shrink.runs import changes
 from meshwright.prover.state.recording import StateRecord, StateRecorder, read_records
-from meshwright.telemetry.events import Event, read_events
-from meshwright.telemetry.run_folder import RunFolder
 
 UNDECODABLE = 40
 """One of so many samples cannot be decoded, so that counters and masks are not trivial."""

@@ -19,14 +19,14 @@ import torch
 import xxhash
 from torch import Tensor
 
-from meshwright.parallel.local_shard import LocalShard, local_shard
-from meshwright.parallel.parallel_model import persistent_buffers
+from meshwright.core.parallel.local_shard import LocalShard, local_shard
+from meshwright.core.parallel.parallel_model import persistent_buffers
+from meshwright.core.trainer.job import TrainingObserver
 from meshwright.prover.custom.subject import find_tied_parameters
-from meshwright.trainer.job import TrainingObserver
 
 if TYPE_CHECKING:
-    from meshwright.trainer.loop import Training
-    from meshwright.trainer.step import StepOutcome
+    from meshwright.core.trainer.loop import Training
+    from meshwright.core.trainer.step import StepOutcome
 
 
 @dataclass(frozen=True)

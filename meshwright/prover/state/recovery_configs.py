@@ -6,14 +6,14 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Literal
 
-from meshwright.config import LayoutConfig, RunConfig
+from meshwright.base.config import LayoutConfig, RunConfig
+from meshwright.base.topology.layout import Layout
+from meshwright.base.topology.unsupported import validate
 from meshwright.errors import ConfigError
 from meshwright.prover.shrink.custom_runs import shrink_custom
 from meshwright.prover.shrink.layouts import small_layouts
 from meshwright.prover.shrink.runs import HELD_OUT, place
 from meshwright.prover.shrink.sizes import fit_accumulation, min_blocks, shrink, small_batch, user_accumulation
-from meshwright.topology.layout import Layout
-from meshwright.topology.unsupported import validate
 
 MAX_RANKS = 4
 MAX_KILLED_RANKS = 2

@@ -7,19 +7,19 @@ from itertools import pairwise, product
 
 import torch
 
-from meshwright.checkpoint.shards import TENSOR_ALIGNMENT
-from meshwright.checkpoint.stager import assign_shards
-from meshwright.checkpoint.verify import SHARD_HEADER_BYTES
-from meshwright.config import RunConfig
-from meshwright.models.registry import block_costs, run_spec
-from meshwright.models.spec import ParameterSpec
-from meshwright.parallel.local_shard import LocalShard
+from meshwright.base.config import RunConfig
+from meshwright.base.models.registry import block_costs, run_spec
+from meshwright.base.models.spec import ParameterSpec
+from meshwright.base.topology.layout import Layout
+from meshwright.base.topology.optimizer_state import OUTSIDE_BLOCKS, state_tensors, update_rule
+from meshwright.base.topology.parameter_shapes import ParameterShape
+from meshwright.base.topology.parameter_shards import pipeline_placement
+from meshwright.core.checkpoint.shards import TENSOR_ALIGNMENT
+from meshwright.core.checkpoint.stager import assign_shards
+from meshwright.core.checkpoint.verify import SHARD_HEADER_BYTES
+from meshwright.core.parallel.local_shard import LocalShard
 from meshwright.prover.claims import Claim
 from meshwright.prover.state.checkpoint_content import CheckpointContent
-from meshwright.topology.layout import Layout
-from meshwright.topology.optimizer_state import OUTSIDE_BLOCKS, state_tensors, update_rule
-from meshwright.topology.parameter_shapes import ParameterShape
-from meshwright.topology.parameter_shards import pipeline_placement
 
 Region = tuple[tuple[int, int], ...]
 """(start, end) in every dimension."""

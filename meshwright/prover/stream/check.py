@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 
-from meshwright.config import RunConfig
-from meshwright.data.source import Source
+from meshwright.base.config import RunConfig
+from meshwright.core.data.source import Source
 from meshwright.prover.claims import Claim
 from meshwright.prover.stream.checked_stream import CheckedStream, WrongStream
 from meshwright.prover.stream.epochs import check_epochs, check_held_out_samples

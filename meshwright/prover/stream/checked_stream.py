@@ -11,15 +11,15 @@ from random import Random
 
 import numpy as np
 
-from meshwright.config import Batch, RunConfig, derive_batch
-from meshwright.data.file_sources import open_sources
-from meshwright.data.permutation import MAX_LENGTH
-from meshwright.data.sample_lookup import build_stream
-from meshwright.data.source import Source
-from meshwright.data.stream import Stream
+from meshwright.base.config import Batch, RunConfig, derive_batch
+from meshwright.base.topology.layout import Layout
+from meshwright.core.data.file_sources import open_sources
+from meshwright.core.data.permutation import MAX_LENGTH
+from meshwright.core.data.sample_lookup import build_stream
+from meshwright.core.data.source import Source
+from meshwright.core.data.stream import Stream
 from meshwright.prover.oracle.sampler import CYCLE, Sampler
 from meshwright.prover.oracle.source_files import Arrays, DocumentReader, SourceReader, open_readers, sample_arrays
-from meshwright.topology.layout import Layout
 
 MAX_CYCLES = 16
 """Cycles of a mixture that are compared: the reference computes a cycle position by position."""

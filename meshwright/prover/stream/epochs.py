@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.data.permutation import Positions
-from meshwright.data.stream import Stream
+from meshwright.core.data.permutation import Positions
+from meshwright.core.data.stream import Stream
 from meshwright.prover.oracle.sampler import CYCLE, Sampler
 from meshwright.prover.stream.checked_stream import (
     CheckedStream,

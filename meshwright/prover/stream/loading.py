@@ -13,16 +13,16 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from meshwright.config import BLOCK_SIZES, Batch, BatchConfig, BlockSizes, DataConfig, derive_batch
-from meshwright.data.loader import Loader, MicroBatch
-from meshwright.data.permutation import MAX_LENGTH
-from meshwright.data.source import ConcatenatedSource, IndexableSource
-from meshwright.parallel.world import World
+from meshwright.base.config import BLOCK_SIZES, Batch, BatchConfig, BlockSizes, DataConfig, derive_batch
+from meshwright.core.data.loader import Loader, MicroBatch
+from meshwright.core.data.permutation import MAX_LENGTH
+from meshwright.core.data.source import ConcatenatedSource, IndexableSource
+from meshwright.core.parallel.world import World
+from meshwright.core.trainer.evaluate import Evaluation
+from meshwright.core.trainer.precision import Precision
 from meshwright.prover.oracle.sampler import CYCLE
 from meshwright.prover.stream.checked_stream import CheckedStream, WrongStream
 from meshwright.prover.stream.order import degrees
-from meshwright.trainer.evaluate import Evaluation
-from meshwright.trainer.precision import Precision
 
 MAX_LOADED_BATCH = 64
 """A larger global batch is replaced by one of this many samples; the positions of the stream stay the same."""

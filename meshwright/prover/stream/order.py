@@ -6,9 +6,9 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from meshwright.data.permutation import MAX_LENGTH
-from meshwright.data.sample_lookup import SampleLookup
-from meshwright.data.stream import Stream
+from meshwright.core.data.permutation import MAX_LENGTH
+from meshwright.core.data.sample_lookup import SampleLookup
+from meshwright.core.data.stream import Stream
 from meshwright.prover.oracle.sampler import CYCLE, Sampler
 from meshwright.prover.stream.checked_stream import CheckedStream, WrongStream, first_difference, shown
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from meshwright.data.source import ConcatenatedSource
+from meshwright.core.data.source import ConcatenatedSource
 from meshwright.prover.oracle.source_files import DocumentReader
 from meshwright.prover.stream.checked_stream import CheckedStream, WrongStream
 from meshwright.prover.stream.loading import compare_sample

@@ -10,12 +10,12 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
+from meshwright.base.models.spec import ModelSpec
+from meshwright.core.generate.cache import CachePositions, KeyValueCache, with_cache
+from meshwright.core.generate.generation import core_names
+from meshwright.core.models.layers.attention import document_ids
+from meshwright.core.models.layers.loss import HeadLoss
 from meshwright.errors import ConfigError
-from meshwright.generate.cache import CachePositions, KeyValueCache, with_cache
-from meshwright.generate.generation import core_names
-from meshwright.models.layers.attention import document_ids
-from meshwright.models.layers.loss import HeadLoss
-from meshwright.models.spec import ModelSpec
 
 NextLogits = Callable[[Tensor], Tensor]
 """Appends one token to every row, (rows,), and returns the logits after it, (rows, vocabulary)."""

@@ -19,7 +19,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from meshwright.config import IGNORE_INDEX
+from meshwright.base.config import IGNORE_INDEX
 from meshwright.rl.generator.policy_model import PolicyModel
 from meshwright.rl.logprobs import token_logprobs
 from meshwright.rl.rollout import LogProbs, Tokens

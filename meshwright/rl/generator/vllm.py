@@ -24,14 +24,14 @@ from urllib.parse import urlsplit
 
 import numpy as np
 
-from meshwright.checkpoint.listing import checkpoint_folder
-from meshwright.config import RunConfig
+from meshwright.base.checkpoint.listing import checkpoint_folder
+from meshwright.base.config import RunConfig
+from meshwright.base.records.run_folder import RunFolder
+from meshwright.core.weights.export import Export, export_checkpoint
 from meshwright.errors import ConfigError, MeshwrightError, cut_text
 from meshwright.rl.generator.sampling import Completion, SamplingSettings, rollout_seed
 from meshwright.rl.policies import POLICIES_FOLDER
 from meshwright.rl.version import PolicyVersion
-from meshwright.telemetry.run_folder import RunFolder
-from meshwright.weights.export import Export, export_checkpoint
 
 MAX_RESPONSE_BYTES = 256 << 20
 READ_BYTES = 1 << 16

@@ -12,14 +12,14 @@ import secrets
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 
+from meshwright.base.store.interface import Store
+from meshwright.core.faults import fail_point
 from meshwright.errors import BusyError, ConfigError
-from meshwright.faults import fail_point
 from meshwright.rl.log.frames import SEGMENT_HEADER, InvalidHeader, NewerFormat, SegmentHeader
 from meshwright.rl.log.interface import DamagedRecord, LogPosition
 from meshwright.rl.log.posix_log import encode_records, require_lengths
 from meshwright.rl.log.segment import BLOCK_BYTES, Segment, read_error
 from meshwright.rl.log.segmented_log import SegmentedReader, parse_segment_name, segment_name
-from meshwright.store.interface import Store
 
 
 class ObjectRolloutReader(SegmentedReader):

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from meshwright.checkpoint.listing import open_run_store
+from meshwright.base.checkpoint.listing import open_run_store
+from meshwright.base.records.run_folder import RunFolder
 from meshwright.rl.log.interface import RolloutLog, RolloutReader
 from meshwright.rl.log.object_log import ObjectRolloutLog, ObjectRolloutReader
 from meshwright.rl.log.posix_log import PosixRolloutLog, PosixRolloutReader
-from meshwright.telemetry.run_folder import RunFolder
 
 ROLLOUTS_FOLDER = "rollouts"
 

@@ -16,14 +16,14 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
+from meshwright.base.io import open_descriptor, sync_folder
+from meshwright.base.records.run_folder import require_kind
+from meshwright.core.faults import fail_point
 from meshwright.errors import LIMIT_HINTS, BusyError, ConfigError, DataError
-from meshwright.faults import fail_point
-from meshwright.io import open_descriptor, sync_folder
 from meshwright.rl.log.frames import MAX_RECORD_BYTES, SEGMENT_HEADER, RecordHeader, SegmentHeader
 from meshwright.rl.log.interface import START, DamagedRecord, LogPosition
 from meshwright.rl.log.segment import BLOCK_BYTES, Segment, read_error
 from meshwright.rl.log.segmented_log import SegmentedReader, find_end, parse_segment_name, segment_name
-from meshwright.telemetry.run_folder import require_kind
 
 LOCK_FILE = ".lock"
 MAX_BUFFERS = 512

@@ -1,6 +1,6 @@
 """The rollout queue: which groups are generated, by which policy, and which groups a step trains on. Torch-free."""
 
-from meshwright.rl.queue.counts import DROP_CAUSES, Amount, RolloutCounts
+from meshwright.base.history.rollout_counts import DROP_CAUSES, Amount, RolloutCounts
 from meshwright.rl.queue.cursor import RolloutCursor
 from meshwright.rl.queue.rollout_queue import RolloutQueue
 from meshwright.rl.queue.settings import FilterBudgetExceeded, QueueSettings, RolloutQueueError

@@ -6,8 +6,8 @@ from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
+from meshwright.base.history.rollout_counts import RolloutCounts
 from meshwright.rl.log.interface import START, LogPosition
-from meshwright.rl.queue.counts import RolloutCounts
 from meshwright.rl.queue.settings import RolloutQueueError
 from meshwright.rl.version import PolicyLineage, PolicyVersion
 

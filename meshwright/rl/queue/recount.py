@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from meshwright.base.history.rollout_counts import DROP_CAUSES, Amount, RolloutCounts
 from meshwright.errors import DataError
 from meshwright.rl.log.interface import DamagedRecord, LogPosition, RolloutReader
-from meshwright.rl.queue.counts import DROP_CAUSES, Amount, RolloutCounts
 from meshwright.rl.queue.cursor import RolloutCursor
 from meshwright.rl.queue.step_batch import StepBatch
 from meshwright.rl.rollout import RolloutGroup

@@ -9,10 +9,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from meshwright.base.history.rollout_counts import Amount
 from meshwright.errors import DataError
 from meshwright.rl.log.interface import DamagedRecord, LogPosition, RolloutLog
 from meshwright.rl.queue.assignment_pool import AssignmentPool
-from meshwright.rl.queue.counts import Amount
 from meshwright.rl.queue.cursor import RolloutCursor, resume_cursor
 from meshwright.rl.queue.group_window import GroupWindow
 from meshwright.rl.queue.settings import FilterBudgetExceeded, QueueSettings, RolloutQueueError

@@ -6,8 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import Any, Literal
 
+from meshwright.base.history.rollout_counts import Amount
 from meshwright.rl.log.interface import LogPosition
-from meshwright.rl.queue.counts import Amount
 from meshwright.rl.queue.cursor import RolloutCursor
 from meshwright.rl.rollout import RolloutGroup
 from meshwright.rl.version import PolicyVersion

@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from socket import socket
 
-from meshwright import faults
-from meshwright.io import open_descriptor, open_regular_file, write_error
+from meshwright.base.io import open_descriptor, open_regular_file, write_error
+from meshwright.core import faults
 from meshwright.rl.child_process import ChildProcess, describe_status, fork_child
 from meshwright.rl.service.server import RolloutServer
 

@@ -11,11 +11,11 @@ from typing import Any
 
 import torch
 
-from meshwright import faults
-from meshwright.config import RLConfig
+from meshwright.base.config import RLConfig
+from meshwright.base.framing import receive, send
+from meshwright.core import faults
+from meshwright.core.parallel.world import device_type
 from meshwright.errors import ConfigError, DataError, MeshwrightError
-from meshwright.framing import receive, send
-from meshwright.parallel.world import device_type
 from meshwright.rl.generator.group import GroupPolicies, build_group
 from meshwright.rl.generator.policy_model import PolicyModel
 from meshwright.rl.generator.sampling import Completion, SamplingSettings

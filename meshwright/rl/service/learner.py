@@ -10,8 +10,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from meshwright.base.framing import receive, send, socket_path
 from meshwright.errors import DataError, MeshwrightError, PeerError
-from meshwright.framing import receive, send, socket_path
 from meshwright.rl.version import PolicyLineage, PolicyVersion
 
 CONNECT_SECONDS = 60.0

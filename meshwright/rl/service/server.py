@@ -16,8 +16,8 @@ from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
+from meshwright.base.framing import MessageAssembler, PeerEnded, send, socket_path
 from meshwright.errors import MeshwrightError
-from meshwright.framing import MessageAssembler, PeerEnded, send, socket_path
 from meshwright.rl.log.frames import MAX_RECORD_BYTES
 from meshwright.rl.log.interface import RolloutLog
 from meshwright.rl.log.open_log import open_rollout_log

@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from socket import socket
 
-from meshwright import faults
+from meshwright.core import faults
 from meshwright.rl.child_process import ChildProcess, fork_child
 from meshwright.rl.service.generator_pool import GeneratorPool, redirect_output
 from meshwright.rl.service.generator_process import run_generator

@@ -8,13 +8,13 @@ from pathlib import Path
 
 import numpy as np
 
-from meshwright.config import Batch, RunConfig
-from meshwright.data.stream import Stream
+from meshwright.base.config import Batch, RunConfig
+from meshwright.base.records.run_folder import RunFolder
+from meshwright.core.data.stream import Stream
 from meshwright.rl.generator.policy_model import PolicyModel
 from meshwright.rl.queue.settings import QueueSettings
 from meshwright.rl.rewards.reward_function import RewardFunction
 from meshwright.rl.tasks.prompt_source import PromptSource
-from meshwright.telemetry.run_folder import RunFolder
 
 PolicyFactory = Callable[[], PolicyModel]
 """Builds a policy whose weights are replaced by those of a published version."""

@@ -11,9 +11,9 @@ from typing import Any, NoReturn, Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from meshwright.config import RunConfig
-from meshwright.data.character_tokenizer import CharacterTokenizer
-from meshwright.data.source import FINGERPRINT_SAMPLES, content_digest, spaced_indices
+from meshwright.base.config import RunConfig
+from meshwright.core.data.character_tokenizer import CharacterTokenizer
+from meshwright.core.data.source import FINGERPRINT_SAMPLES, content_digest, spaced_indices
 from meshwright.errors import ConfigError, DataError, describe_exception
 from meshwright.rl.tasks.registry import find_task
 from meshwright.rl.tasks.task import Task
@@ -39,7 +39,7 @@ class Prompt:
 
 
 class PromptSource(Protocol):
-    """A source (`meshwright.data.source.Source`) whose samples are prompts."""
+    """A source (`meshwright.core.data.source.Source`) whose samples are prompts."""
 
     name: str
     tokenizer: Tokenizer

@@ -6,9 +6,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol
 
-from meshwright.config import RunConfig
-from meshwright.data.character_tokenizer import UNKNOWN, before_end
-from meshwright.data.tokenization import find_run_tokenizer, load_tokenizer, open_encoder
+from meshwright.base.config import RunConfig
+from meshwright.core.data.character_tokenizer import UNKNOWN, before_end
+from meshwright.core.data.tokenization import find_run_tokenizer, load_tokenizer, open_encoder
 
 
 class Tokenizer(Protocol):

@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 
 import pytest
-from fake_cards import PACKAGE
+from meshwright_practice.cards.runner import ExperimentRunner, RunLimits
 
-from meshwright.practice.cards.runner import ExperimentRunner, RunLimits
+from tests.practice.cards.fake_cards import PACKAGE
 
 
 @pytest.fixture(scope="session")

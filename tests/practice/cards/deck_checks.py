@@ -6,8 +6,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import replace
 
-from meshwright.practice.cards.card import Card, Relation
-from meshwright.practice.cards.registry import KINDS
+from meshwright_practice.cards.card import Card, Relation
+from meshwright_practice.cards.registry import KINDS
 
 MAX_RANKS = 4
 WIDENED = ("==", "<=", ">=")

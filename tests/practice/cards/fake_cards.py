@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from meshwright.practice.cards.card import Card, Citation, Experiment, Knob, Prediction, Relation, Statement
+from meshwright_practice.cards.card import Card, Citation, Experiment, Knob, Prediction, Relation, Statement
 
 PACKAGE = "fake_experiments"
 DOUBLE = Experiment("small:double", 1, (Knob("size", (8, 16), "bytes of the buffer"),))

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from fake_cards import CHOSEN, PREDICTED
+from meshwright_practice.cards.answers import parse_choice, parse_number, shown_claims
+from meshwright_practice.cards.grading import Rating, grade, rate_choice, rate_prediction
+from meshwright_practice.cards.reviews import take_answers
 
 from meshwright.errors import ConfigError
-from meshwright.practice.cards.answers import parse_choice, parse_number, shown_claims
-from meshwright.practice.cards.grading import Rating, grade, rate_choice, rate_prediction
-from meshwright.practice.cards.reviews import take_answers
+from tests.practice.cards.fake_cards import CHOSEN, PREDICTED
 
 VALUES = {"size": 8.0, "doubled": 16.0}
 

@@ -6,10 +6,9 @@ import time
 from pathlib import Path
 
 import pytest
-
-from meshwright.practice.cards.card import Experiment
-from meshwright.practice.cards.runner import RunLimits
-from meshwright.practice.pictures import Bars
+from meshwright_practice.cards.card import Experiment
+from meshwright_practice.cards.runner import RunLimits
+from meshwright_practice.pictures import Bars
 
 
 def run(runner, name, **knobs):

@@ -12,11 +12,8 @@ from dataclasses import replace
 from datetime import UTC, datetime, timedelta, timezone
 
 import pytest
-from fake_cards import PREDICTED
-
-from meshwright.errors import ConfigError
-from meshwright.practice.cards.grading import Rating
-from meshwright.practice.cards.schedule import (
+from meshwright_practice.cards.grading import Rating
+from meshwright_practice.cards.schedule import (
     CardReview,
     CardState,
     format_due,
@@ -26,7 +23,10 @@ from meshwright.practice.cards.schedule import (
     review_queue,
     schedule_reviews,
 )
-from meshwright.practice.progress import PracticeProgress, load_progress, save_progress, update_progress
+from meshwright_practice.progress import PracticeProgress, load_progress, save_progress, update_progress
+
+from meshwright.errors import ConfigError
+from tests.practice.cards.fake_cards import PREDICTED
 
 NOON = datetime(2026, 5, 4, 12, tzinfo=UTC)
 KINDS = ("communication", "numerics", "recovery")
@@ -154,7 +154,7 @@ def test_a_review_of_a_damaged_entry_keeps_the_entry(tmp_path):
 def test_a_damaged_entry_in_a_folder_that_cannot_be_written_blocks_no_card(tmp_path, monkeypatch):
     path, reports = tmp_path / "practice.json", []
     save_progress(PracticeProgress(cards={"card-00": 3}), path)
-    monkeypatch.setattr("meshwright.practice.progress.locked", refuse)
+    monkeypatch.setattr("meshwright_practice.progress.locked", refuse)
     assert read_states(DECK, load_cards(path, reports.append))["card-00"] == CardState()
     assert "Read-only file system" in reports[0]
 
@@ -167,7 +167,7 @@ def test_a_damaged_file_that_cannot_be_renamed_is_named_with_what_to_do(tmp_path
     path = tmp_path / "practice.json"
     path.write_text("{")
     for name in ("set_aside", "locked"):
-        monkeypatch.setattr(f"meshwright.practice.progress.{name}", refuse)
+        monkeypatch.setattr(f"meshwright_practice.progress.{name}", refuse)
         with pytest.raises(ConfigError, match=r"is damaged .* cannot be renamed: Read-only file system; try to repair"):
             load_progress(path, pytest.fail)
     assert path.read_text() == "{"
@@ -182,7 +182,7 @@ def test_a_file_that_another_process_has_repaired_is_not_set_aside(tmp_path, mon
         path.write_text('{"format": 1, "labs": {"ring": {}}}')
         yield
 
-    monkeypatch.setattr("meshwright.practice.progress.locked", repaired)
+    monkeypatch.setattr("meshwright_practice.progress.locked", repaired)
     assert load_progress(path, pytest.fail).labs == {"ring": {}}
 
 

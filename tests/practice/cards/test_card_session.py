@@ -11,17 +11,17 @@ from dataclasses import replace
 from datetime import UTC, datetime
 
 import pytest
-from fake_cards import CHOSEN, DECK, DOUBLE, HANGING, PREDICTED, WRONG
+from meshwright_practice.cards.answers import shown_claims
+from meshwright_practice.cards.card import Knob, Relation
+from meshwright_practice.cards.card_text import sides
+from meshwright_practice.cards.runner import RunLimits
+from meshwright_practice.cards.session import ReviewSession
+from meshwright_practice.progress import load_progress, progress_file
 from rich.console import Console
 
-from meshwright.cli.main import dispatch
+from meshwright.base.cli.main import dispatch
 from meshwright.errors import ConfigError
-from meshwright.practice.cards.answers import shown_claims
-from meshwright.practice.cards.card import Knob, Relation
-from meshwright.practice.cards.card_text import sides
-from meshwright.practice.cards.runner import RunLimits
-from meshwright.practice.cards.session import ReviewSession
-from meshwright.practice.progress import load_progress, progress_file
+from tests.practice.cards.fake_cards import CHOSEN, DECK, DOUBLE, HANGING, PREDICTED, WRONG
 
 NOON = datetime(2026, 5, 4, 12, tzinfo=UTC)
 TRUE = "".join(letter for letter, claim in shown_claims(CHOSEN) if claim.relation.holds({"size": 8, "doubled": 16}))
@@ -127,7 +127,7 @@ def test_a_disk_that_cannot_be_written_costs_the_record_and_not_the_explanation(
     def refuse(*_args):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    monkeypatch.setattr("meshwright.practice.progress.write_json", refuse)
+    monkeypatch.setattr("meshwright_practice.progress.write_json", refuse)
     review = session("16", "q")
     reviewed = review.review_all([PREDICTED])[0]
     text = shown(review)
@@ -194,8 +194,8 @@ def command(runner, monkeypatch, capsys, home):
         def __exit__(self, *error):
             runner.limits = RunLimits(60.0)
 
-    monkeypatch.setattr("meshwright.practice.cards.registry.all_cards", lambda: DECK)
-    monkeypatch.setattr("meshwright.practice.cards.runner.ExperimentRunner", Shared)
+    monkeypatch.setattr("meshwright_practice.cards.registry.all_cards", lambda: DECK)
+    monkeypatch.setattr("meshwright_practice.cards.runner.ExperimentRunner", Shared)
 
     def run(*args):
         code = 0
@@ -302,7 +302,7 @@ def test_list_and_show_do_not_import_torch(home):
     import subprocess
 
     code = (
-        "import sys; from meshwright.cli import main\n"
+        "import sys; from meshwright.base.cli import main\n"
         "main(['practice', 'cards', '--list']); assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=120)

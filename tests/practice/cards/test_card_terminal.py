@@ -11,9 +11,8 @@ import sys
 import time
 
 import pytest
-
-from meshwright.practice.cards.registry import all_cards, teaching_order
-from meshwright.practice.progress import load_progress, progress_file
+from meshwright_practice.cards.registry import all_cards, teaching_order
+from meshwright_practice.progress import load_progress, progress_file
 
 SECONDS = 180.0
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import pytest
-from deck_checks import relation_survives_mutation, schema_problems
-from fake_cards import CLAIMS, PREDICTED, WRONG
+from meshwright_practice.cards.card import Relation
+from meshwright_practice.cards.registry import all_cards, collect_cards, find_card, teaching_order
+from meshwright_practice.cards.runner import ExperimentRunner, RunLimits
+from meshwright_practice.cards.schedule import CARDS_PER_DAY
+from meshwright_practice.cards.verify import find_problems, verify_cards
 
 from meshwright.errors import ConfigError
-from meshwright.practice.cards.card import Relation
-from meshwright.practice.cards.registry import all_cards, collect_cards, find_card, teaching_order
-from meshwright.practice.cards.runner import ExperimentRunner, RunLimits
-from meshwright.practice.cards.schedule import CARDS_PER_DAY
-from meshwright.practice.cards.verify import find_problems, verify_cards
+from tests.practice.cards.deck_checks import relation_survives_mutation, schema_problems
+from tests.practice.cards.fake_cards import CLAIMS, PREDICTED, WRONG
 
 CARDS = all_cards()
 REVIEW_DAY_SECONDS = 600.0

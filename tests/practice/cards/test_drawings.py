@@ -6,11 +6,10 @@ import io
 import math
 
 import pytest
+from meshwright_practice.drawing.draw import draw
+from meshwright_practice.drawing.palette import format_number, format_quantity
+from meshwright_practice.pictures import Bars, Curves, GanttChart, HeatMap, Span, picture_from_json, picture_to_json
 from rich.console import Console
-
-from meshwright.practice.drawing.draw import draw
-from meshwright.practice.drawing.palette import format_number, format_quantity
-from meshwright.practice.pictures import Bars, Curves, GanttChart, HeatMap, Span, picture_from_json, picture_to_json
 
 BARS = Bars("Memory", "bytes", ("DDP", "a label that is much longer than the room"), {"p": (4e6, 1e6), "g": (2e6, 0.0)})
 SPANS = tuple(Span(f"rank {r}", f"F{m}", float(r + m), float(r + m + 1)) for r in range(2) for m in range(3))

@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 
 import pytest
-from fake_cards import CHOSEN, PICTURED, PREDICTED
-from test_practice_page import KeptRunner
+from meshwright_practice.cards.answers import shown_claims
+from meshwright_practice.page.routes import serve_page
+from meshwright_practice.progress import PracticeProgress, load_progress, progress_file, save_progress
 
-from meshwright.practice.cards.answers import shown_claims
-from meshwright.practice.page.routes import serve_page
-from meshwright.practice.progress import PracticeProgress, load_progress, progress_file, save_progress
+from tests.practice.cards.fake_cards import CHOSEN, PICTURED, PREDICTED
+from tests.practice.cards.test_practice_page import KeptRunner
 
 CHROMIUM = "/usr/bin/chromium"
 playwright = pytest.importorskip("playwright.sync_api", reason="playwright is not installed")

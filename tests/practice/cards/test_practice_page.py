@@ -13,15 +13,15 @@ from pathlib import Path
 
 import httpx
 import pytest
-from fake_cards import CHOSEN, PICTURED, PREDICTED, SLOW, WRONG
+from meshwright_practice.cards.schedule import local_clock
+from meshwright_practice.page.handbook import Chapter, find_chapters, handbook_folder, render_chapter
+from meshwright_practice.page.jobs import MAX_MESSAGES, MAX_WAITING
+from meshwright_practice.page.routes import serve_page
+from meshwright_practice.progress import PracticeProgress, load_progress, progress_file, save_progress
 
-from meshwright.cli.main import dispatch
+from meshwright.base.cli.main import dispatch
 from meshwright.errors import ConfigError
-from meshwright.practice.cards.schedule import local_clock
-from meshwright.practice.page.handbook import Chapter, find_chapters, handbook_folder, render_chapter
-from meshwright.practice.page.jobs import MAX_MESSAGES, MAX_WAITING
-from meshwright.practice.page.routes import serve_page
-from meshwright.practice.progress import PracticeProgress, load_progress, progress_file, save_progress
+from tests.practice.cards.fake_cards import CHOSEN, PICTURED, PREDICTED, SLOW, WRONG
 
 CARDS = {card.id: card for card in (PREDICTED, CHOSEN, WRONG, PICTURED, SLOW)}
 
@@ -245,7 +245,7 @@ def test_no_chapter_of_the_handbook_shows_raw_html():
 
 def test_chapters_are_rendered_without_raw_html_and_link_to_each_other(tmp_path):
     (tmp_path / "index.md").write_text(
-        "# The map\n\nSee [sharding](sharding.md#x) and [code](../../meshwright/io.py).\n"
+        "# The map\n\nSee [sharding](sharding.md#x) and [code](../../meshwright/base/io.py).\n"
     )
     (tmp_path / "sharding.md").write_text(
         "# Sharding\n\n<script>alert(1)</script> <img onerror=alert(2)> <!-- call: f() -->12<!-- end -->\n\n"
@@ -268,7 +268,7 @@ def test_chapters_are_rendered_without_raw_html_and_link_to_each_other(tmp_path)
 
 
 def test_the_overview_says_what_is_due_and_where_to_go(monkeypatch, capsys, home):
-    monkeypatch.setattr("meshwright.practice.cards.registry.all_cards", lambda: CARDS)
+    monkeypatch.setattr("meshwright_practice.cards.registry.all_cards", lambda: CARDS)
     save_progress(PracticeProgress(labs={"ring": {"passed": True}}), progress_file())
     dispatch(["practice"])
     text = capsys.readouterr().out

@@ -6,14 +6,15 @@ import json
 from math import floor, isclose, log
 from pathlib import Path
 
-from meshwright.checkpoint.inspect import verify_rows
-from meshwright.history.run_history import RunHistory
-from meshwright.practice.incidents.evidence import find_causes
-from meshwright.practice.incidents.incident import PracticeIncident
-from meshwright.practice.incidents.job import RUN_FOLDER, read_job
-from meshwright.practice.incidents.parts import LENGTH
-from meshwright.telemetry.events import read_events
-from meshwright.telemetry.run_folder import RunFolder
+from meshwright_practice.incidents.evidence import find_causes
+from meshwright_practice.incidents.incident import PracticeIncident
+from meshwright_practice.incidents.job import RUN_FOLDER, read_job
+from meshwright_practice.incidents.parts import LENGTH
+
+from meshwright.base.history.run_history import RunHistory
+from meshwright.base.records.events import read_events
+from meshwright.base.records.run_folder import RunFolder
+from meshwright.core.checkpoint.inspect import verify_rows
 
 
 class Records:

@@ -8,16 +8,16 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from incident_truths import TRUTHS, Records, quotation
+from meshwright_practice.incidents.acts import perform
+from meshwright_practice.incidents.answer import IncidentAnswer
+from meshwright_practice.incidents.catalogue import CLASSES, FIXES
+from meshwright_practice.incidents.evidence import find_causes, printed_lines
+from meshwright_practice.incidents.incident import SEAL_FILE, draw_incident, write_seal
+from meshwright_practice.incidents.job import RUN_FOLDER, read_job, start_job, stop_job
+from meshwright_practice.incidents.scoring import score_answer
+from meshwright_practice.incidents.story import story_text, tell_story
 
-from meshwright.practice.incidents.acts import perform
-from meshwright.practice.incidents.answer import IncidentAnswer
-from meshwright.practice.incidents.catalogue import CLASSES, FIXES
-from meshwright.practice.incidents.evidence import find_causes, printed_lines
-from meshwright.practice.incidents.incident import SEAL_FILE, draw_incident, write_seal
-from meshwright.practice.incidents.job import RUN_FOLDER, read_job, start_job, stop_job
-from meshwright.practice.incidents.scoring import score_answer
-from meshwright.practice.incidents.story import story_text, tell_story
+from tests.practice.incidents.incident_truths import TRUTHS, Records, quotation
 
 STEPS = 40
 VARIED = ("straggler", "bubble", "hang", "nan")

@@ -7,12 +7,8 @@ import string
 from pathlib import Path
 
 import pytest
-
-from meshwright.config import load_config
-from meshwright.errors import ConfigError
-from meshwright.faults import parse_faults
-from meshwright.practice.incidents.catalogue import CLASSES, FIXES
-from meshwright.practice.incidents.incident import (
+from meshwright_practice.incidents.catalogue import CLASSES, FIXES
+from meshwright_practice.incidents.incident import (
     DEFAULT_STEPS,
     MIN_STEPS,
     SEAL_FILE,
@@ -21,8 +17,12 @@ from meshwright.practice.incidents.incident import (
     read_seal,
     write_seal,
 )
-from meshwright.practice.incidents.scoring import POINTS
-from meshwright.topology.unsupported import validate
+from meshwright_practice.incidents.scoring import POINTS
+
+from meshwright.base.config import load_config
+from meshwright.base.topology.unsupported import validate
+from meshwright.core.faults import parse_faults
+from meshwright.errors import ConfigError
 
 SEEDS = range(60)
 

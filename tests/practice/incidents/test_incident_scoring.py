@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import pytest
+from meshwright_practice.incidents.answer import IncidentAnswer, ask_answer, parse_answer
+from meshwright_practice.incidents.catalogue import CLASSES, FIXES
+from meshwright_practice.incidents.evidence import PrintedLine
+from meshwright_practice.incidents.incident import draw_incident
+from meshwright_practice.incidents.scoring import score_answer
 
 from meshwright.errors import ConfigError
-from meshwright.practice.incidents.answer import IncidentAnswer, ask_answer, parse_answer
-from meshwright.practice.incidents.catalogue import CLASSES, FIXES
-from meshwright.practice.incidents.evidence import PrintedLine
-from meshwright.practice.incidents.incident import draw_incident
-from meshwright.practice.incidents.scoring import score_answer
 
 INCIDENT = draw_incident(1, CLASSES, "straggler", 40)
 RANK = INCIDENT.arrangement.rank

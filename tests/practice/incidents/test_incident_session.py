@@ -13,17 +13,17 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from recorded_history import RecordedRun
+from meshwright_practice.incidents import job as jobs
+from meshwright_practice.incidents.catalogue import CLASSES
+from meshwright_practice.incidents.incident import Arrangement, draw_incident, write_seal
+from meshwright_practice.incidents.job import incident_folder, read_job, start_job, stop_job
+from meshwright_practice.incidents.session import IncidentSession, fault_has_happened
+from meshwright_practice.progress import PracticeProgress, progress_file, save_progress
 
-from meshwright.cli.main import main
+from meshwright.base.cli.main import main
+from meshwright.base.records.heartbeat import process_start
 from meshwright.errors import BusyError, ConfigError
-from meshwright.practice.incidents import job as jobs
-from meshwright.practice.incidents.catalogue import CLASSES
-from meshwright.practice.incidents.incident import Arrangement, draw_incident, write_seal
-from meshwright.practice.incidents.job import incident_folder, read_job, start_job, stop_job
-from meshwright.practice.incidents.session import IncidentSession, fault_has_happened
-from meshwright.practice.progress import PracticeProgress, progress_file, save_progress
-from meshwright.telemetry.heartbeat import process_start
+from tests.kit.recorded_history import RecordedRun
 
 SECONDS = 120.0
 
@@ -141,7 +141,7 @@ def test_name_that_is_not_a_number_never_becomes_a_path(state, home, monkeypatch
         raise AssertionError(name)
 
     for module in ("session", "job"):
-        monkeypatch.setattr(f"meshwright.practice.incidents.{module}.incident_folder", refuse)
+        monkeypatch.setattr(f"meshwright_practice.incidents.{module}.incident_folder", refuse)
     entry = {"state": state, "incident": 7}
     save_progress(PracticeProgress(incidents={"../../x": entry, "\u0661\u0662\u0663\u0664": entry}), progress_file())
     rows = call(capsys, "--list")["incidents"]
@@ -231,7 +231,7 @@ def test_full_disk_is_named(function, monkeypatch):
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(jobs, "MODULE", "http.server")
-    monkeypatch.setattr(f"meshwright.practice.incidents.session.{function}", fail)
+    monkeypatch.setattr(f"meshwright_practice.incidents.session.{function}", fail)
     with pytest.raises(ConfigError, match="No space left"):
         IncidentSession().start(1, None, 40)
 
@@ -262,7 +262,7 @@ def test_job_that_hangs_ends_in_time_or_when_it_is_stopped(limit, tmp_path, monk
     """A rank that is stopped or sleeps does not outlive the limit of time, nor --stop."""
     incident = draw_incident(3, CLASSES, "hang", 400)
     write_seal(tmp_path, incident)
-    code = "import sys, meshwright.practice.incidents.launcher as l; from pathlib import Path\n"
+    code = "import sys, meshwright_practice.incidents.launcher as l; from pathlib import Path\n"
     code += f"l.LIMIT_SECONDS, l.GRACE_SECONDS = {limit}, 5\nsys.exit(l.main(Path(sys.argv[1])))"
     process = subprocess.Popen([sys.executable, "-c", code, str(tmp_path)], start_new_session=True)
     record = {"pid": process.pid, "start": process_start(process.pid), "boot": jobs.read_text(jobs.BOOT_ID)}

@@ -6,19 +6,19 @@ import subprocess
 import sys
 
 import pytest
-from drill_answers import BUZZWORDS, CASES, CHECKPOINTING
+from meshwright_practice.cards.deck import communication
+from meshwright_practice.cards.registry import all_cards, collect_cards
+from meshwright_practice.interview.drills.answer import parse_answer
+from meshwright_practice.interview.drills.case_figures import draw_case, judge_case
+from meshwright_practice.interview.drills.drill_grading import grade_answer, scores
+from meshwright_practice.interview.drills.drill_text import drill_json, drill_text
+from meshwright_practice.interview.drills.quantities import quantities
+from meshwright_practice.interview.drills.scenarios import CHEAPER_SHARDING, PARTS, SCENARIOS, find_scenario
+from meshwright_practice.interview.drills.vocabulary import STRATEGIES, asserted, asserted_names
+from meshwright_practice.interview.follow_ups import cards_about
 
 from meshwright.errors import ConfigError
-from meshwright.practice.cards.deck import communication
-from meshwright.practice.cards.registry import all_cards, collect_cards
-from meshwright.practice.interview.drills.answer import parse_answer
-from meshwright.practice.interview.drills.case_figures import draw_case, judge_case
-from meshwright.practice.interview.drills.drill_grading import grade_answer, scores
-from meshwright.practice.interview.drills.drill_text import drill_json, drill_text
-from meshwright.practice.interview.drills.quantities import quantities
-from meshwright.practice.interview.drills.scenarios import CHEAPER_SHARDING, PARTS, SCENARIOS, find_scenario
-from meshwright.practice.interview.drills.vocabulary import STRATEGIES, asserted, asserted_names
-from meshwright.practice.interview.follow_ups import cards_about
+from tests.practice.interview.drill_answers import BUZZWORDS, CASES, CHECKPOINTING
 
 
 def all_cases():
@@ -166,7 +166,7 @@ def test_unknown_drill_is_refused_with_the_names():
 
 def test_drills_do_not_import_torch():
     code = (
-        "import sys; from meshwright.cli import main; main(['practice', 'interview', '--drill', 'enormous']); "
+        "import sys; from meshwright.base.cli import main; main(['practice', 'interview', '--drill', 'enormous']); "
         "assert 'torch' not in sys.modules"
     )
     subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, stdin=subprocess.DEVNULL)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from notebook_sources import script
+from meshwright_practice.interview.exercise import default_options
+from meshwright_practice.interview.report import check_file, report_text
 
-from meshwright.practice.interview.exercise import default_options
-from meshwright.practice.interview.report import check_file, report_text
+from tests.practice.interview.notebook_sources import script
 
 TRAIN = '    micro = config["micro_batch"]\n'
 

@@ -5,11 +5,19 @@ from __future__ import annotations
 import json
 
 import pytest
-from notebook_sources import DDP_SYNCS_ALWAYS, FLAWS, MORE_FLAWS, NOTEBOOKS, WITH_DDP, notebook, script
+from meshwright_practice.interview.exercise import GATES, default_options
+from meshwright_practice.interview.follow_ups import FOLLOW_UPS
+from meshwright_practice.interview.report import check_file, report_json, report_text
 
-from meshwright.practice.interview.exercise import GATES, default_options
-from meshwright.practice.interview.follow_ups import FOLLOW_UPS
-from meshwright.practice.interview.report import check_file, report_json, report_text
+from tests.practice.interview.notebook_sources import (
+    DDP_SYNCS_ALWAYS,
+    FLAWS,
+    MORE_FLAWS,
+    NOTEBOOKS,
+    WITH_DDP,
+    notebook,
+    script,
+)
 
 DEMANDING = default_options() | {"scope": "production", "restart": "elastic"}
 

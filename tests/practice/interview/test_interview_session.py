@@ -7,14 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
-from notebook_sources import NOTEBOOKS, script
+from meshwright_practice.interview.exercise import CLARIFICATIONS, CONTRACT, GATES, STAGES
+from meshwright_practice.interview.follow_ups import FOLLOW_UPS, FOUR_QUESTIONS, PRESSURE_QUESTIONS
+from meshwright_practice.interview.session import new_session, parse_assumptions, resume_session, save_session
+from meshwright_practice.progress import PracticeProgress
 
-from meshwright.cli import main
+from meshwright.base.cli import main
 from meshwright.errors import ConfigError
-from meshwright.practice.interview.exercise import CLARIFICATIONS, CONTRACT, GATES, STAGES
-from meshwright.practice.interview.follow_ups import FOLLOW_UPS, FOUR_QUESTIONS, PRESSURE_QUESTIONS
-from meshwright.practice.interview.session import new_session, parse_assumptions, resume_session, save_session
-from meshwright.practice.progress import PracticeProgress
+from tests.practice.interview.notebook_sources import NOTEBOOKS, script
 
 ROOT = Path(__file__).parents[3]
 
@@ -75,7 +75,7 @@ def test_every_check_raises_a_question_and_every_gate_is_in_the_table():
 
 def test_scripted_terminal_goes_through_the_gates_pauses_and_resumes(tmp_path):
     """A person who checks two gates, of which the second stays red, pauses, comes back and goes on to the questions."""
-    from meshwright.practice.interview.interactive import InterviewTerminal, ask_clarifications, conduct
+    from meshwright_practice.interview.interactive import InterviewTerminal, ask_clarifications, conduct
 
     path = tmp_path / "answer.py"
     source = script("good", ("    rank, world_size", "    raise ValueError('not yet')\n    rank, world_size"))
@@ -152,7 +152,7 @@ def test_reading_a_file_does_not_import_torch(tmp_path):
     import subprocess
 
     code = (
-        "import sys; from meshwright.cli import main\n"
+        "import sys; from meshwright.base.cli import main\n"
         f"main(['practice', 'interview', '--write', {str(tmp_path / 'new')!r}])\n"
         "main(['practice', 'interview'])\n"
         "assert 'torch' not in sys.modules"

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 
 import pytest
-from notebook_sources import NOTEBOOKS
+from meshwright_practice.interview.exercise import CONTRACT, prompt_text
+from meshwright_practice.interview.starter import starter_text, write_starter
+from meshwright_practice.interview.submission import read_submission
 
 from meshwright.errors import ConfigError
-from meshwright.practice.interview.exercise import CONTRACT, prompt_text
-from meshwright.practice.interview.starter import starter_text, write_starter
-from meshwright.practice.interview.submission import read_submission
+from tests.practice.interview.notebook_sources import NOTEBOOKS
 
 
 def write_notebook(path, *cells, **changes):

@@ -7,8 +7,8 @@ from functools import cache
 from importlib.resources import files
 from pathlib import Path
 
-from meshwright.practice.labs.grader import Grading, grade
-from meshwright.practice.labs.registry import load_lab
+from meshwright_practice.labs.grader import Grading, grade
+from meshwright_practice.labs.registry import load_lab
 
 WRONG = Path(__file__).with_name("wrong")
 
@@ -19,7 +19,7 @@ def grade_file(name: str, path: Path) -> Grading:
 
 
 def shipped_file(name: str, stem: str) -> Path:
-    return Path(str(files(f"meshwright.practice.labs.{name}").joinpath(stem + load_lab(name).suffix)))
+    return Path(str(files(f"meshwright_practice.labs.{name}").joinpath(stem + load_lab(name).suffix)))
 
 
 def wrong_files(name: str) -> list[Path]:

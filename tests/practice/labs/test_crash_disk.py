@@ -6,8 +6,7 @@ import os
 from types import ModuleType
 
 import pytest
-
-from meshwright.practice.labs.instruments.crash_disk import CrashDisk, write_tree
+from meshwright_practice.labs.instruments.crash_disk import CrashDisk, write_tree
 
 OLD, NEW = b"old" * 10, b"new" * 10
 

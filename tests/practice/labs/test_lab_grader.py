@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from lab_gradings import shipped_file
+from meshwright_practice.labs.grader import grade
+from meshwright_practice.labs.lab import Lab, LabFunction
+from meshwright_practice.labs.registry import find_lab
 
 from meshwright.errors import ConfigError
-from meshwright.practice.labs.grader import grade
-from meshwright.practice.labs.lab import Lab, LabFunction
-from meshwright.practice.labs.registry import find_lab
+from tests.practice.labs.lab_gradings import shipped_file
 
 
 def grade_local(work):

@@ -12,17 +12,17 @@ import termios
 from pathlib import Path
 
 import pytest
-from lab_gradings import shipped_file
+from meshwright_practice.checks import Check
+from meshwright_practice.labs import watch
+from meshwright_practice.labs.grader import Grading
+from meshwright_practice.labs.registry import ORDER, load_lab
+from meshwright_practice.labs.texts import describe_grading
+from meshwright_practice.labs.watch import LabWatch, file_state
+from meshwright_practice.labs.workspace import LabRecord, Workspace
+from meshwright_practice.progress import progress_file
 
-from meshwright.cli import main
-from meshwright.practice.checks import Check
-from meshwright.practice.labs import watch
-from meshwright.practice.labs.grader import Grading
-from meshwright.practice.labs.registry import ORDER, load_lab
-from meshwright.practice.labs.texts import describe_grading
-from meshwright.practice.labs.watch import LabWatch, file_state
-from meshwright.practice.labs.workspace import LabRecord, Workspace
-from meshwright.practice.progress import progress_file
+from meshwright.base.cli import main
+from tests.practice.labs.lab_gradings import shipped_file
 
 RING = load_lab("ring_all_reduce")
 PASSED, FAILED = Check("file", True), Check("sum", False, "1", "2", "look")
@@ -62,9 +62,9 @@ def test_progress_counts_attempts_and_a_pass_stays(workspace):
 def test_attempts_and_hints_of_several_processes_are_all_counted(workspace):
     code = (
         "from pathlib import Path\n"
-        "from meshwright.practice.labs.registry import load_lab\n"
-        "from meshwright.practice.labs.grader import Grading\n"
-        "from meshwright.practice.labs.workspace import Workspace\n"
+        "from meshwright_practice.labs.registry import load_lab\n"
+        "from meshwright_practice.labs.grader import Grading\n"
+        "from meshwright_practice.labs.workspace import Workspace\n"
         "lab, workspace = load_lab('ring_all_reduce'), Workspace(Path('practice'), print)\n"
         "for _ in range(20): workspace.add_attempt(Grading(lab, ()))\n"
         "workspace.next_hint(lab)"
@@ -170,7 +170,7 @@ def test_file_that_passes_is_not_said_to_finish_the_lab():
 
 def test_hints_and_list_do_not_import_torch(tmp_path):
     code = (
-        "import sys; from meshwright.cli import main\n"
+        "import sys; from meshwright.base.cli import main\n"
         "main(['practice', 'lab', 'ring_all_reduce', '--hint']); main(['practice', 'lab', '--list'])\n"
         "assert 'torch' not in sys.modules"
     )

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import pytest
-from lab_gradings import expected_check, grade_file, shipped_file, verdict, wrong_files
+from meshwright_practice.labs.lab import FILE_CHECK
+from meshwright_practice.labs.registry import ORDER, load_lab
 
-from meshwright.practice.labs.lab import FILE_CHECK
-from meshwright.practice.labs.registry import ORDER, load_lab
+from tests.practice.labs.lab_gradings import expected_check, grade_file, shipped_file, verdict, wrong_files
 
 WRONG = [(name, path) for name in ORDER for path in wrong_files(name)]
 FIRST_TWO = [(name, path) for name in ORDER for path in wrong_files(name)[:2]]

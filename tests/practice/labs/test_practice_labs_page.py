@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
-from lab_gradings import WRONG, grade_file, shipped_file
+from meshwright_practice.labs.registry import ORDER
+from meshwright_practice.labs.texts import describe_grading
 
-from meshwright.practice.labs.registry import ORDER
-from meshwright.practice.labs.texts import describe_grading
+from tests.practice.labs.lab_gradings import WRONG, grade_file, shipped_file
 
 PAGE = (Path(__file__).parents[3] / "docs" / "practice-labs.md").read_text()
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from small_run import load_cpu_config
+from tests.kit.small_run import load_cpu_config
 
 EXAMPLE = Path(__file__).parents[3] / "examples" / "rl.toml"
 

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from policy_claims import failed_claims, policy_config
 
 from meshwright.errors import ConfigError
 from meshwright.prover.policy.proof import policy_checks, policy_not_proven, require_built_in_policy
 from meshwright.prover.policy.rollouts import check_killed_rollouts
 from meshwright.rl.queue.rollout_queue import RolloutQueue
+from tests.prover.policy.policy_claims import failed_claims, policy_config
 
 pytestmark = pytest.mark.timeout(200)
 

@@ -7,7 +7,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from policy_claims import failed_claims, policy_config
 
 import meshwright.rl.generator.group
 import meshwright.rl.objective
@@ -17,6 +16,7 @@ from meshwright.prover.policy.logprobs import check_logprobs
 from meshwright.prover.policy.objective import as_reference, check_objective, made_up_groups, with_groups
 from meshwright.prover.shrink.policy_runs import killed_policy_run, objective_run
 from meshwright.rl.objective import policy_loss
+from tests.prover.policy.policy_claims import failed_claims, policy_config
 
 
 @pytest.mark.parametrize(

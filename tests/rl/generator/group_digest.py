@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 
 import torch
-from small_policies import PROMPT, family_policy
 
 from meshwright.rl.generator.group import GroupPolicies, build_group
 from meshwright.rl.generator.sampling import SamplingSettings
 from meshwright.rl.generator.scoring import MicroBatchShape
 from meshwright.rl.version import PolicyVersion
+from tests.kit.small_policies import PROMPT, family_policy
 
 
 def digest() -> str:

@@ -6,13 +6,13 @@ import math
 
 import numpy as np
 import pytest
-from small_policies import PROMPT, family_policy
 
 from meshwright.rl.generator.group import GroupPolicies, build_group
 from meshwright.rl.generator.sampling import SamplingSettings
 from meshwright.rl.generator.scoring import MicroBatchShape, score
 from meshwright.rl.rollout import RolloutGroup
 from meshwright.rl.version import PolicyVersion
+from tests.kit.small_policies import PROMPT, family_policy
 
 SETTINGS, SHAPE = SamplingSettings(6, 0.8, frozenset({9, 40})), MicroBatchShape(2, 16)
 

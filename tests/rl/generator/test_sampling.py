@@ -10,16 +10,16 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from family_models import MODELS, same_model
-from group_digest import digest
-from small_policies import PROMPT, family_policy
 from torch import nn
 
+from meshwright.base.models.registry import model_spec
 from meshwright.errors import ConfigError, NumericsError
-from meshwright.models.registry import model_spec
 from meshwright.rl.generator.policy_model import FamilyPolicy, ModulePolicy
 from meshwright.rl.generator.sampling import SamplingSettings, choose_tokens, sample_group
 from meshwright.rl.generator.scoring import MicroBatchShape, score
+from tests.kit.family_models import MODELS, same_model
+from tests.kit.small_policies import PROMPT, family_policy
+from tests.rl.generator.group_digest import digest
 
 SETTINGS = SamplingSettings(tokens=6, temperature=0.8, end_tokens=frozenset({9, 40}))
 SHAPE = MicroBatchShape(4, 11)

@@ -7,16 +7,16 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from family_models import MODELS
-from small_policies import PROMPT, family_policy
 
-from meshwright.config import IGNORE_INDEX
-from meshwright.config.model import OptionTable
+from meshwright.base.config import IGNORE_INDEX
+from meshwright.base.config.model import OptionTable
+from meshwright.core.models.layers.loss import HeadLoss
 from meshwright.errors import DataError
-from meshwright.models.layers.loss import HeadLoss
 from meshwright.rl.generator.sampling import SamplingSettings, sample_group
 from meshwright.rl.generator.scoring import MicroBatchShape, group_tokens, score
 from meshwright.rl.logprobs import token_logprobs
+from tests.kit.family_models import MODELS
+from tests.kit.small_policies import PROMPT, family_policy
 
 SEQUENCE = 16
 TEMPERATURE = 0.7

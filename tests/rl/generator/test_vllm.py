@@ -14,14 +14,13 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
-from small_policies import LLAMA, PROMPT, family_policy
-from vllm_server import ANSWERS, FakeServer, serving
 
-from meshwright.checkpoint.listing import RunLineage
-from meshwright.checkpoint.state import collect_state
-from meshwright.config import RunConfig, config_to_dict
+from meshwright.base.checkpoint.listing import RunLineage
+from meshwright.base.config import RunConfig, config_to_dict
+from meshwright.base.records.run_folder import RunFolder
+from meshwright.core.checkpoint.state import collect_state
+from meshwright.core.parallel.world import World
 from meshwright.errors import ConfigError
-from meshwright.parallel.world import World
 from meshwright.rl.generator import vllm
 from meshwright.rl.generator.group import GroupPolicies, build_group
 from meshwright.rl.generator.sampling import SamplingSettings
@@ -29,7 +28,8 @@ from meshwright.rl.generator.scoring import MicroBatchShape
 from meshwright.rl.generator.vllm import GenerationServerError, VllmSampler, export_policy
 from meshwright.rl.policies import PolicyPublisher, open_policy_store
 from meshwright.rl.version import PolicyVersion
-from meshwright.telemetry.run_folder import RunFolder
+from tests.kit.small_policies import LLAMA, PROMPT, family_policy
+from tests.kit.vllm_server import ANSWERS, FakeServer, serving
 
 SETTINGS = SamplingSettings(4, 0.7, frozenset({9}))
 VERSION = PolicyVersion(1, 3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from meshwright import faults
+from meshwright.core import faults
 
 
 @pytest.fixture

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from meshwright.base.records.run_folder import RunFolder
 from meshwright.rl.log.frames import RECORD_HEADER
 from meshwright.rl.log.interface import DamagedRecord, LogPosition, LogRecord
 from meshwright.rl.log.open_log import open_rollout_log, open_rollout_reader
-from meshwright.telemetry.run_folder import RunFolder
 
 RUN = "run-a"
 PAYLOADS = [b"first" * 20, b"second" * 30, b"", b"fourth" * 40]

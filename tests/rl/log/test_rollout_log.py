@@ -11,12 +11,21 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from rollout_logs import PAYLOADS, RUN, damage_of, open_log, open_reader, payloads_of, segment_file, write_log
 
 from meshwright.errors import BusyError, ConfigError, DataError
 from meshwright.rl.log import frames, posix_log
 from meshwright.rl.log.frames import RECORD_MAGIC, SEGMENT_HEADER
 from meshwright.rl.log.interface import START, LogPosition, LogRecord
+from tests.rl.log.rollout_logs import (
+    PAYLOADS,
+    RUN,
+    damage_of,
+    open_log,
+    open_reader,
+    payloads_of,
+    segment_file,
+    write_log,
+)
 
 
 @settings(max_examples=30, deadline=None)

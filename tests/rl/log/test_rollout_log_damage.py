@@ -5,7 +5,12 @@ from __future__ import annotations
 import shutil
 
 import pytest
-from rollout_logs import (
+
+from meshwright.errors import DataError
+from meshwright.rl.log.frames import RECORD_MAGIC, SEGMENT_HEADER, digest_run_id
+from meshwright.rl.log.interface import DamagedRecord, LogPosition
+from meshwright.rl.log.posix_log import encode_records
+from tests.rl.log.rollout_logs import (
     PAYLOADS,
     RUN,
     damage_of,
@@ -16,11 +21,6 @@ from rollout_logs import (
     segment_file,
     write_log,
 )
-
-from meshwright.errors import DataError
-from meshwright.rl.log.frames import RECORD_MAGIC, SEGMENT_HEADER, digest_run_id
-from meshwright.rl.log.interface import DamagedRecord, LogPosition
-from meshwright.rl.log.posix_log import encode_records
 
 
 def test_torn_tail_is_cut_at_every_byte_of_the_last_record(tmp_path):

@@ -13,12 +13,12 @@ import time
 from pathlib import Path
 
 import pytest
-from rollout_logs import PAYLOADS, damage_of, open_log, open_reader, payloads_of, segment_file, write_log
 
+from meshwright.core.faults import InjectedFault
 from meshwright.errors import ConfigError
-from meshwright.faults import InjectedFault
 from meshwright.rl.log import posix_log
 from meshwright.rl.log.interface import START
+from tests.rl.log.rollout_logs import PAYLOADS, damage_of, open_log, open_reader, payloads_of, segment_file, write_log
 
 
 @pytest.mark.parametrize("segment_bytes", [0, 1 << 20], ids=["new segment", "same segment"])
@@ -137,7 +137,7 @@ def test_folder_that_cannot_be_created_is_named(tmp_path):
 WRITER = """
 import random, sys
 from pathlib import Path
-from meshwright import faults
+from meshwright.core import faults
 from rollout_logs import open_log
 root, seed = Path(sys.argv[1]), int(sys.argv[2])
 faults.arm(0, 0)

@@ -6,13 +6,13 @@ import errno
 from pathlib import Path
 
 import pytest
-from rollout_logs import PAYLOADS, damage_of, payloads_of
 
+from meshwright.base.store.posix import PosixStore
 from meshwright.errors import BusyError, ConfigError, DataError
 from meshwright.rl.log.frames import SEGMENT_HEADER
 from meshwright.rl.log.interface import START, LogPosition
 from meshwright.rl.log.object_log import ObjectRolloutLog, ObjectRolloutReader
-from meshwright.store.posix import PosixStore
+from tests.rl.log.rollout_logs import PAYLOADS, damage_of, payloads_of
 
 
 class UnreliableStore(PosixStore):

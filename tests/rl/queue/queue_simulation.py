@@ -6,12 +6,11 @@ import random
 from collections import Counter
 from dataclasses import dataclass, field
 
-from memory_log import MemoryLog
-from sample_groups import make_group, make_settings, prompt_id
-
 from meshwright.rl.queue import RolloutCursor, RolloutQueue, StepBatch
 from meshwright.rl.queue.recount import recount
 from meshwright.rl.version import PolicyVersion
+from tests.rl.queue.memory_log import MemoryLog
+from tests.rl.queue.sample_groups import make_group, make_settings, prompt_id
 
 KINDS = ("train", "train", "train", "no_signal", "failed")
 

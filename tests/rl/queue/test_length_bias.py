@@ -5,10 +5,10 @@ from __future__ import annotations
 import random
 
 import pytest
-from memory_log import MemoryLog
-from sample_groups import begin_queue, make_group
 
 from meshwright.rl.queue import RolloutCursor
+from tests.rl.queue.memory_log import MemoryLog
+from tests.rl.queue.sample_groups import begin_queue, make_group
 
 
 def duration(group: int) -> int:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from functools import lru_cache
 
 import pytest
-from queue_simulation import BrokenRule, Simulation, trained_sequence
 
 from meshwright.rl.queue import RolloutQueue
 from meshwright.rl.queue.step_batch import GroupHeader
 from meshwright.rl.rollout import RolloutGroup
+from tests.rl.queue.queue_simulation import BrokenRule, Simulation, trained_sequence
 
 SCHEDULES = 25
 

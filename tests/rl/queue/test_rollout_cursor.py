@@ -6,11 +6,11 @@ import copy
 import json
 
 import pytest
-from memory_log import MemoryLog
-from sample_groups import begin_queue, complete_step, generate_all
 
 from meshwright.rl.queue import RolloutCounts, RolloutCursor
 from meshwright.rl.queue.recount import recount
+from tests.rl.queue.memory_log import MemoryLog
+from tests.rl.queue.sample_groups import begin_queue, complete_step, generate_all
 
 
 def make_cursor() -> RolloutCursor:

@@ -3,8 +3,12 @@
 from __future__ import annotations
 
 import pytest
-from memory_log import MemoryLog
-from sample_groups import (
+
+from meshwright.errors import DataError
+from meshwright.rl.queue import Amount, FilterBudgetExceeded, RolloutCursor, RolloutQueue, RolloutQueueError
+from meshwright.rl.version import PolicyVersion
+from tests.rl.queue.memory_log import MemoryLog
+from tests.rl.queue.sample_groups import (
     begin_queue,
     complete_step,
     generate_all,
@@ -13,10 +17,6 @@ from sample_groups import (
     numbers,
     prompt_id,
 )
-
-from meshwright.errors import DataError
-from meshwright.rl.queue import Amount, FilterBudgetExceeded, RolloutCursor, RolloutQueue, RolloutQueueError
-from meshwright.rl.version import PolicyVersion
 
 FIRST = PolicyVersion(1, 0)
 

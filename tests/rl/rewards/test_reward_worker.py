@@ -17,10 +17,10 @@ from fractions import Fraction
 import numpy as np
 import pytest
 import torch
-from reward_processes import ends_soon, processes_below, worker_of
 
 from meshwright.errors import ConfigError
 from meshwright.rl.rewards.worker import CompletionText, RewardFailure, RewardWorker
+from tests.kit.reward_processes import ends_soon, processes_below, worker_of
 
 ITEM = {"prompt": "say it", "answer": "yes"}
 GROUP = [CompletionText("yes", [1, 0]), CompletionText("no", [2, 0])]

@@ -9,22 +9,22 @@ from pathlib import Path
 
 import pytest
 
-from meshwright.cli.args import parse
-from meshwright.cli.train import train as train_verb
-from meshwright.config import RLConfig, RunConfig, load_config
+from meshwright.base.cli.args import parse
+from meshwright.base.config import RLConfig, RunConfig, load_config
+from meshwright.base.records.run_folder import RunFolder
+from meshwright.base.topology.layout import Layout
+from meshwright.base.topology.unsupported import validate
+from meshwright.base.user_code.entry_points import load_user_code
+from meshwright.base.user_code.user_code import UserCode
+from meshwright.core.cli.train import train as train_verb
+from meshwright.core.launch.job import make_job
+from meshwright.core.launch.user_code.code_record import build_update_record
+from meshwright.core.launch.user_code.update import open_user_update
 from meshwright.errors import ConfigError
-from meshwright.launch.job import make_job
-from meshwright.launch.user_code.code_record import build_update_record
-from meshwright.launch.user_code.entry_points import load_user_code
-from meshwright.launch.user_code.reward import open_reward
-from meshwright.launch.user_code.update import open_user_update
-from meshwright.launch.user_code.user_code import UserCode
+from meshwright.rl.rewards.user_reward import open_reward
 from meshwright.rl.rewards.worker import CompletionText, RewardWorker
 from meshwright.rl.tasks.answer_reward import answer_reward
 from meshwright.rl.tasks.prompt_source import open_prompt_source
-from meshwright.telemetry.run_folder import RunFolder
-from meshwright.topology.layout import Layout
-from meshwright.topology.unsupported import validate
 
 EXAMPLES = Path(__file__).parents[3] / "examples"
 GRPO = RunConfig(rl=RLConfig(objective="grpo"))

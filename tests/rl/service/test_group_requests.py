@@ -8,8 +8,8 @@ from types import SimpleNamespace
 
 import pytest
 
+from meshwright.base.framing import receive, send
 from meshwright.errors import CheckpointError
-from meshwright.framing import receive, send
 from meshwright.rl.queue.step_batch import Assignment
 from meshwright.rl.service import generator_process
 from meshwright.rl.service.generator_process import generate_groups

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from meshwright.config import DataConfig, ModelConfig, RLConfig, RunConfig
-from meshwright.data.source import Source
+from meshwright.base.config import DataConfig, ModelConfig, RLConfig, RunConfig
+from meshwright.core.data.source import Source
 from meshwright.errors import ConfigError, DataError
 from meshwright.rl.tasks.prompt_source import TASK_PROMPTS, TaskPrompts, UserPrompts, open_prompt_source
 from meshwright.rl.tasks.registry import TASKS

@@ -13,7 +13,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from meshwright.data.character_tokenizer import CHARACTERS, END, UNKNOWN, CharacterTokenizer
+from meshwright.core.data.character_tokenizer import CHARACTERS, END, UNKNOWN, CharacterTokenizer
 from meshwright.errors import ConfigError, DataError
 from meshwright.rl.tasks.answer_reward import EXACT, LENGTH, PREFIX, VALID, answer_reward
 from meshwright.rl.tasks.prompt_source import TASK_PROMPTS, TaskPrompts

@@ -5,10 +5,10 @@ from __future__ import annotations
 import re
 from dataclasses import replace
 
-from meshwright.config.reader import shorten
+from meshwright.base.config.reader import shorten
+from meshwright.base.hardware.cluster import GB, NODE_TYPES, Cluster, preset_cluster
 from meshwright.errors import ConfigError
 from meshwright.planner.calibration.published.published_records import parse_measurement
-from meshwright.planner.hardware.cluster import GB, NODE_TYPES, Cluster, preset_cluster
 
 DEVICES: dict[str, dict[int, str]] = {
     "a100": {0: "a100-80", 40: "a100-40", 80: "a100-80"},

@@ -7,11 +7,11 @@ from dataclasses import dataclass
 from math import gcd, prod
 from typing import Any
 
-from meshwright.config.reader import shorten
+from meshwright.base.config.reader import shorten
+from meshwright.base.models.architecture import Architecture
+from meshwright.base.topology.layout import Layout
 from meshwright.errors import ConfigError
-from meshwright.models.architecture import Architecture
 from meshwright.planner.calibration.published.published_records import parse_count
-from meshwright.topology.layout import Layout
 
 SHARDING: tuple[tuple[str, str], ...] = (
     (r"zero(?:dp|stage)?3|fullshard|hybridshard|hsdp|^parameters", "parameters"),

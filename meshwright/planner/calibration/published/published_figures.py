@@ -21,8 +21,8 @@ import re
 from dataclasses import dataclass
 from typing import Any
 
+from meshwright.base.models.architecture import Architecture
 from meshwright.errors import ConfigError
-from meshwright.models.architecture import Architecture
 from meshwright.planner.calibration.published.published_records import parse_measurement
 from meshwright.planner.workload.planned_job import PlannedJob
 

@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
+from meshwright.base.models.architecture import Architecture, LatentAttention
 from meshwright.errors import ConfigError
-from meshwright.models.architecture import Architecture, LatentAttention
 from meshwright.planner.calibration.published.published_records import (
     optional_count,
     parse_count,

@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from meshwright.config.reader import shorten
+from meshwright.base.config.reader import shorten
+from meshwright.base.io import parse_json, read_regular_file
 from meshwright.errors import ConfigError
-from meshwright.io import parse_json, read_regular_file
 from meshwright.planner.calibration.published.published_tables import read_table
 
 MAX_RUNS = 5_000

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from meshwright.config.reader import shorten
+from meshwright.base.config.reader import shorten
 from meshwright.errors import ConfigError
 from meshwright.planner.calibration.published.published_clusters import parse_cluster
 from meshwright.planner.calibration.published.published_fields import (

@@ -10,13 +10,13 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from meshwright.config import Batch
-from meshwright.config.reader import shorten
+from meshwright.base.config import Batch
+from meshwright.base.config.reader import shorten
+from meshwright.base.topology.schedules import find_schedule
 from meshwright.errors import ConfigError
 from meshwright.planner.calibration.published.published_records import InvalidRecordField, parse_count
 from meshwright.planner.calibration.published.published_software import Software
 from meshwright.planner.cost.trace.schedule_passes import ScheduleSize, shortened
-from meshwright.topology.schedules import find_schedule
 
 MAX_STAGES = 256
 """Limit on the pipeline stages of a run, over all ranks: the published ones have up to 128."""

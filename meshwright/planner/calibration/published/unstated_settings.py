@@ -11,12 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from meshwright.base.topology.layout import Layout
 from meshwright.planner.calibration.published.published_schedules import MAX_PASSES, MAX_STAGES, count_passes
 from meshwright.planner.cost.peak_memory import estimate_memory
 from meshwright.planner.cost.step_time import estimate_step
 from meshwright.planner.cost.trace.schedule_passes import ScheduleSize
 from meshwright.planner.workload.planned_job import PlannedJob
-from meshwright.topology.layout import Layout
 
 CHECKPOINT_MODES = ("none", "selective", "alternate", "full")
 """Modes of activation checkpointing, in the order in which they save more and recompute more."""

@@ -42,9 +42,10 @@ from dataclasses import dataclass
 from functools import cache, singledispatch
 from typing import Any
 
-from meshwright.config.dtypes import COMPUTE_BYTES
-from meshwright.models.architecture import Architecture
-from meshwright.models.block_kinds import BlockKind
+from meshwright.base.config.dtypes import COMPUTE_BYTES
+from meshwright.base.models.architecture import Architecture
+from meshwright.base.models.block_kinds import BlockKind
+from meshwright.base.topology.layout import Layout
 from meshwright.planner.cost.terms.module_activations import (
     ModuleActivations,
     attention_activations,
@@ -54,7 +55,6 @@ from meshwright.planner.cost.terms.module_activations import (
     scan_activations,
 )
 from meshwright.planner.workload.trainer_profile import TrainerProfile
-from meshwright.topology.layout import Layout
 
 ACTIVATION_BYTES = {**COMPUTE_BYTES, "fp8": 2, "fp4": 2}
 """Bytes per element of an activation, by precision: fp8 and fp4 are used inside matmuls only."""

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from functools import cache, singledispatch
 from typing import Any
 
-from meshwright.models.architecture import Architecture
+from meshwright.base.models.architecture import Architecture
 from meshwright.planner.cost.terms.activations import ActivationSettings
 from meshwright.planner.cost.terms.module_activations import matmul_inputs, norm_activations
 from meshwright.planner.workload.trainer_profiles import LOSS_CHUNK_TOKENS

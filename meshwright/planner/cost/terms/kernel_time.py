@@ -10,8 +10,8 @@ from dataclasses import dataclass
 from functools import cache
 from math import ceil, log2
 
-from meshwright.config.dtypes import PRECISION_BYTES
-from meshwright.planner.hardware.cluster import Device, MatmulRate
+from meshwright.base.config.dtypes import PRECISION_BYTES
+from meshwright.base.hardware.cluster import Device, MatmulRate
 from meshwright.planner.workload.trainer_profile import TrainerProfile
 
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.78), (64, 64, 0.6))

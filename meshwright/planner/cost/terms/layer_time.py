@@ -14,8 +14,9 @@ from dataclasses import dataclass, fields, replace
 from functools import cache, singledispatch
 from typing import Any
 
-from meshwright.models.architecture import Architecture
-from meshwright.models.block_kinds import BlockKind, attended_tokens
+from meshwright.base.models.architecture import Architecture
+from meshwright.base.models.block_kinds import BlockKind, attended_tokens
+from meshwright.base.models.traced_model import TracedModel
 from meshwright.planner.cost.terms.float8_recipe import FLOAT8_RECIPES
 from meshwright.planner.cost.terms.host_time import HOST_SPEEDS, forward_kernels, host_seconds
 from meshwright.planner.cost.terms.kernel_time import (
@@ -29,7 +30,6 @@ from meshwright.planner.cost.terms.kernel_time import (
 )
 from meshwright.planner.cost.terms.recomputation import recomputed_parts, recomputes_latent_projections
 from meshwright.planner.workload.planned_job import PlannedJob
-from meshwright.planner.workload.traced_model import TracedModel
 from meshwright.planner.workload.trainer_profile import TrainerProfile
 
 

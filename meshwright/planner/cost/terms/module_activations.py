@@ -8,8 +8,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from meshwright.models.architecture import Architecture
-from meshwright.models.block_kinds import BlockKind
+from meshwright.base.models.architecture import Architecture
+from meshwright.base.models.block_kinds import BlockKind
 
 if TYPE_CHECKING:
     from meshwright.planner.cost.terms.activations import ActivationSettings

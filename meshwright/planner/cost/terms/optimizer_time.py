@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from meshwright.models.registry import run_spec
+from meshwright.base.hardware.links import collective_seconds, group_placement
+from meshwright.base.models.registry import run_spec
+from meshwright.base.models.traced_model import TracedModel
+from meshwright.base.topology.optimizer_state import OUTSIDE_BLOCKS, update_rule
 from meshwright.planner.cost.terms.kernel_time import kernel_rate, matmul_time
 from meshwright.planner.cost.terms.offload_time import offload_seconds
-from meshwright.planner.hardware.links import collective_seconds, group_placement
 from meshwright.planner.workload.planned_job import PlannedJob
-from meshwright.planner.workload.traced_model import TracedModel
-from meshwright.topology.optimizer_state import OUTSIDE_BLOCKS, update_rule
 
 
 def optimizer_time(job: PlannedJob, parameters: float) -> float:

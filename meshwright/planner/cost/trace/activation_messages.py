@@ -27,19 +27,19 @@ from __future__ import annotations
 from dataclasses import dataclass
 from math import lcm
 
-from meshwright.config import RunConfig
-from meshwright.config.dtypes import COMPUTE_BYTES, parameter_bytes, residual_bytes, weight_bytes
-from meshwright.models.architecture import Architecture
+from meshwright.base.config import RunConfig
+from meshwright.base.config.dtypes import COMPUTE_BYTES, parameter_bytes, residual_bytes, weight_bytes
+from meshwright.base.hardware.all_to_all import reachable_nodes, token_copies
+from meshwright.base.hardware.links import GroupPlacement, collective_seconds, token_all_to_all_seconds
+from meshwright.base.models.architecture import Architecture
+from meshwright.base.models.traced_model import TracedModel
+from meshwright.base.topology.layout import Layout
 from meshwright.planner.cost.terms.expert_overlap import exposed_all_to_all
 from meshwright.planner.cost.terms.layer_time import LayerShape, LayerTime, routed_tokens
 from meshwright.planner.cost.trace.operations import Communicate
 from meshwright.planner.cost.units.group_placements import group_placements
 from meshwright.planner.cost.units.rank_units import TensorModules
-from meshwright.planner.hardware.all_to_all import reachable_nodes, token_copies
-from meshwright.planner.hardware.links import GroupPlacement, collective_seconds, token_all_to_all_seconds
 from meshwright.planner.workload.planned_job import PlannedJob
-from meshwright.planner.workload.traced_model import TracedModel
-from meshwright.topology.layout import Layout
 
 
 def data_dependent_axes(config: RunConfig, layout: Layout) -> dict[str, str]:

@@ -10,9 +10,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from functools import cached_property
 
-from meshwright.config import RunConfig
-from meshwright.models.registry import run_spec
-from meshwright.models.spec import ModelSpec
+from meshwright.base.config import RunConfig
+from meshwright.base.models.registry import run_spec
+from meshwright.base.models.spec import ModelSpec
+from meshwright.base.models.traced_model import TracedModel
+from meshwright.base.topology.schedules import SCHEDULES
 from meshwright.planner.cost.terms.activations import ActivationSettings, hidden_state_bytes, input_bytes
 from meshwright.planner.cost.terms.layer_time import layer_shape
 from meshwright.planner.cost.terms.optimizer_time import optimizer_time
@@ -42,8 +44,6 @@ from meshwright.planner.cost.units.estimated_units import UnitSizes, estimated_s
 from meshwright.planner.cost.units.group_placements import group_placements
 from meshwright.planner.cost.units.rank_units import RankStage, exact_stages
 from meshwright.planner.workload.planned_job import PlannedJob
-from meshwright.planner.workload.traced_model import TracedModel
-from meshwright.topology.schedules import SCHEDULES
 
 
 class CostTrace:

@@ -14,6 +14,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from meshwright.base.hardware.links import GroupPlacement, collective_seconds
 from meshwright.planner.cost.trace.operations import (
     ACTIVATIONS,
     COMMUNICATION,
@@ -27,7 +28,6 @@ from meshwright.planner.cost.trace.operations import (
 )
 from meshwright.planner.cost.trace.schedule_passes import PassKind
 from meshwright.planner.cost.units.rank_units import RankStage, Unit
-from meshwright.planner.hardware.links import GroupPlacement, collective_seconds
 from meshwright.planner.workload.planned_job import PlannedJob
 
 GATHER, REDUCE = "gather", "reduce"

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from meshwright.config import Batch, RunConfig
-from meshwright.config.dtypes import COMPUTE_BYTES, parameter_bytes, rounds_weights, weight_bytes
+from meshwright.base.config import Batch, RunConfig
+from meshwright.base.config.dtypes import COMPUTE_BYTES, parameter_bytes, rounds_weights, weight_bytes
+from meshwright.base.topology.layout import Layout
+from meshwright.base.topology.parameter_shards import dense_shard_group, uses_ddp, uses_fsdp
 from meshwright.planner.cost.trace.data_parallel import DataParallelPlan, GradientBytes
 from meshwright.planner.cost.trace.schedule_passes import Resharding
 from meshwright.planner.cost.units.data_sharding import data_sharding
 from meshwright.planner.cost.units.rank_units import ranks_after_forward
 from meshwright.planner.workload.planned_job import PlannedJob
-from meshwright.topology.layout import Layout
-from meshwright.topology.parameter_shards import dense_shard_group, uses_ddp, uses_fsdp
 
 
 def data_parallel_plan(job: PlannedJob) -> DataParallelPlan:

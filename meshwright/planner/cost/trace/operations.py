@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import NamedTuple
 
-from meshwright.planner.hardware.links import GroupPlacement
+from meshwright.base.hardware.links import GroupPlacement
 
 MEMORY_CLASSES = ("parameters", "gradients", "optimizer", "activations", "logits", "unsharded", "communication")
 """The classes of tensors. `MemoryEstimate` has a field for each."""

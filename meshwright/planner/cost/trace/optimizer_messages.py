@@ -15,13 +15,13 @@ from collections.abc import Sequence
 from functools import lru_cache
 from math import prod
 
-from meshwright.config import RunConfig
-from meshwright.config.dtypes import parameter_bytes
-from meshwright.models.spec import ModelSpec
-from meshwright.topology.layout import Layout
-from meshwright.topology.matrix_owners import OPTIMIZER_AXIS, MatrixOwners, ShardedParameter, sharding_of
-from meshwright.topology.optimizer_state import OUTSIDE_BLOCKS, update_rule
-from meshwright.topology.parameter_shards import ParameterShard
+from meshwright.base.config import RunConfig
+from meshwright.base.config.dtypes import parameter_bytes
+from meshwright.base.models.spec import ModelSpec
+from meshwright.base.topology.layout import Layout
+from meshwright.base.topology.matrix_owners import OPTIMIZER_AXIS, MatrixOwners, ShardedParameter, sharding_of
+from meshwright.base.topology.optimizer_state import OUTSIDE_BLOCKS, update_rule
+from meshwright.base.topology.parameter_shards import ParameterShard
 
 
 def optimizer_messages(

@@ -6,17 +6,17 @@ from collections import Counter
 from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
-from meshwright.config import RunConfig
-from meshwright.config.dtypes import parameter_bytes, weight_bytes
+from meshwright.base.config import RunConfig
+from meshwright.base.config.dtypes import parameter_bytes, weight_bytes
+from meshwright.base.hardware.links import GroupPlacement, collective_seconds
+from meshwright.base.models.traced_model import TracedModel
+from meshwright.base.topology.parameter_shards import parameter_shards, uses_ddp
 from meshwright.planner.cost.trace.data_parallel_plan import gradient_bytes
 from meshwright.planner.cost.trace.operations import Communicate
 from meshwright.planner.cost.trace.optimizer_messages import optimizer_messages
 from meshwright.planner.cost.units.group_placements import group_placements
 from meshwright.planner.cost.units.rank_units import unit_groups
-from meshwright.planner.hardware.links import GroupPlacement, collective_seconds
 from meshwright.planner.workload.planned_job import PlannedJob
-from meshwright.planner.workload.traced_model import TracedModel
-from meshwright.topology.parameter_shards import parameter_shards, uses_ddp
 
 if TYPE_CHECKING:
     from meshwright.planner.cost.trace.cost_trace import CostTrace

@@ -19,6 +19,7 @@ from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
 
+from meshwright.base.topology.schedules import SCHEDULES
 from meshwright.planner.cost.terms.activations import (
     ActivationSettings,
     BlockActivations,
@@ -42,7 +43,6 @@ from meshwright.planner.cost.trace.operations import (
 from meshwright.planner.cost.trace.schedule_passes import PassKind
 from meshwright.planner.cost.units.rank_units import RankStage, Unit
 from meshwright.planner.workload.planned_job import PlannedJob
-from meshwright.topology.schedules import SCHEDULES
 
 
 class StagePart(NamedTuple):

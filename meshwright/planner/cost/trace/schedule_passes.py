@@ -25,8 +25,8 @@ from functools import cache
 from operator import add
 from typing import Literal, NamedTuple
 
-from meshwright.topology.schedule_orders import Action, flatten_actions, rank_order
-from meshwright.topology.schedules import SCHEDULES
+from meshwright.base.topology.schedule_orders import Action, flatten_actions, rank_order
+from meshwright.base.topology.schedules import SCHEDULES
 
 Resharding = Literal["local", "once", "stays", "micro_step", "reshards"]
 LOOKAHEAD_STAGES = 3

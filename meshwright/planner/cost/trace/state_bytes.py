@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from meshwright.config.dtypes import parameter_bytes, rounds_weights
-from meshwright.topology.optimizer_state import rank_state_bytes
-from meshwright.topology.parameter_shards import parameter_shards, uses_fsdp
+from meshwright.base.config.dtypes import parameter_bytes, rounds_weights
+from meshwright.base.topology.optimizer_state import rank_state_bytes
+from meshwright.base.topology.parameter_shards import parameter_shards, uses_fsdp
 
 if TYPE_CHECKING:
     from meshwright.planner.cost.trace.cost_trace import CostTrace

@@ -16,10 +16,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cache
 
+from meshwright.base.topology.layout import Layout
+from meshwright.base.topology.parameter_shards import uses_ddp, uses_fsdp
 from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.planner.workload.trainer_profile import TrainerProfile
-from meshwright.topology.layout import Layout
-from meshwright.topology.parameter_shards import uses_ddp, uses_fsdp
 
 
 @dataclass(frozen=True)

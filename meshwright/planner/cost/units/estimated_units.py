@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from meshwright.models.architecture import Architecture
+from meshwright.base.models.architecture import Architecture
 from meshwright.planner.cost.units.data_sharding import data_sharding
 from meshwright.planner.cost.units.rank_units import BlockRun, RankStage, TensorModules, Unit, UnitGroup, unit_groups
 from meshwright.planner.cost.units.stage_parameters import StageLayers, stage_parameters, stages_by_rank

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from functools import cache
 
+from meshwright.base.hardware.adapters import senders_at_once
+from meshwright.base.hardware.links import GroupPlacement, group_placement
+from meshwright.base.topology.layout import Layout
 from meshwright.planner.cost.units.data_sharding import DataSharding, data_sharding
-from meshwright.planner.hardware.adapters import senders_at_once
-from meshwright.planner.hardware.links import GroupPlacement, group_placement
 from meshwright.planner.workload.planned_job import PlannedJob
-from meshwright.topology.layout import Layout
 
 
 def group_placements(job: PlannedJob) -> dict[str, GroupPlacement]:

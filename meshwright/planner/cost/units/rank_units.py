@@ -11,20 +11,20 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from meshwright.config import RunConfig
-from meshwright.config.dtypes import COMPUTE_BYTES, parameter_bytes, weight_bytes
-from meshwright.models.spec import AFTER, BEFORE, ROOT, ModelSpec
-from meshwright.planner.cost.units.data_sharding import ShardRanks, data_sharding
-from meshwright.planner.cost.units.stage_parameters import StageLayers
-from meshwright.planner.hardware.links import GroupPlacement, group_placement
-from meshwright.planner.workload.planned_job import PlannedJob
-from meshwright.topology.parameter_shards import (
+from meshwright.base.config import RunConfig
+from meshwright.base.config.dtypes import COMPUTE_BYTES, parameter_bytes, weight_bytes
+from meshwright.base.hardware.links import GroupPlacement, group_placement
+from meshwright.base.models.spec import AFTER, BEFORE, ROOT, ModelSpec
+from meshwright.base.topology.parameter_shards import (
     ParameterShard,
     ShardGroup,
     group_by_unit,
     parameter_shards,
     pipeline_placement,
 )
+from meshwright.planner.cost.units.data_sharding import ShardRanks, data_sharding
+from meshwright.planner.cost.units.stage_parameters import StageLayers
+from meshwright.planner.workload.planned_job import PlannedJob
 
 
 @dataclass(frozen=True)

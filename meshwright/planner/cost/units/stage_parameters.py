@@ -19,11 +19,11 @@ from functools import cache, singledispatch
 from itertools import accumulate
 from typing import Any
 
+from meshwright.base.models.architecture import Architecture
+from meshwright.base.topology import schedules
+from meshwright.base.topology.schedules import partition_blocks
 from meshwright.errors import ConfigError
-from meshwright.models.architecture import Architecture
 from meshwright.planner.workload.planned_job import PlannedJob
-from meshwright.topology import schedules
-from meshwright.topology.schedules import partition_blocks
 
 
 @dataclass(frozen=True)

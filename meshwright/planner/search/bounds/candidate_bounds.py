@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable
 from functools import cached_property
 
+from meshwright.base.topology.layout import Layout
 from meshwright.planner.search.bounds.memory_bounds import ActivationBytes, MemoryBounds, RankPeaks, least_bytes
 from meshwright.planner.search.bounds.time_bounds import ExecutionSeconds, TimeBounds, least_seconds
 from meshwright.planner.search.candidate import Candidate, CandidateJob
-from meshwright.topology.layout import Layout
 
 
 class CandidateBounds:

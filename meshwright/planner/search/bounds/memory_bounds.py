@@ -10,6 +10,9 @@ from collections.abc import Hashable, Iterator
 from operator import mul
 from typing import NamedTuple
 
+from meshwright.base.hardware.cluster import Cluster
+from meshwright.base.topology.layout import Layout
+from meshwright.base.topology.schedules import SCHEDULES
 from meshwright.planner.cost.peak_memory import activation_settings
 from meshwright.planner.cost.terms.activations import block_activations, hidden_state_bytes
 from meshwright.planner.cost.trace.schedule_passes import LOOKAHEAD_STAGES
@@ -20,15 +23,12 @@ from meshwright.planner.cost.units.stage_parameters import (
     stage_parameters,
     stages_by_rank,
 )
-from meshwright.planner.hardware.cluster import Cluster
 from meshwright.planner.search.bounds.time_bounds import model_kinds
 from meshwright.planner.search.candidate import Candidate, CandidateJob
 from meshwright.planner.workload.optimizer_bytes import optimizer_bytes, trainable_fraction
 from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.planner.workload.trainer_profile import TrainerProfile
 from meshwright.planner.workload.workload import Workload
-from meshwright.topology.layout import Layout
-from meshwright.topology.schedules import SCHEDULES
 
 LAYER_KINDS = ("dense_layers", "moe_layers")
 

@@ -22,7 +22,9 @@ from collections.abc import Hashable, Iterable, Iterator
 from dataclasses import replace
 from typing import NamedTuple
 
-from meshwright.models.architecture import Architecture
+from meshwright.base.models.architecture import Architecture
+from meshwright.base.topology.layout import Layout
+from meshwright.base.topology.schedules import SCHEDULES
 from meshwright.planner.cost.peak_memory import activation_settings
 from meshwright.planner.cost.terms.layer_time import LayerTime, embedding_time, head_time, layer_shape, layer_time
 from meshwright.planner.cost.trace.activation_messages import ActivationMessages, Messages
@@ -37,8 +39,6 @@ from meshwright.planner.cost.units.stage_parameters import StageLayers, stage_pa
 from meshwright.planner.search.candidate import CandidateJob
 from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.planner.workload.trainer_profile import TrainerProfile
-from meshwright.topology.layout import Layout
-from meshwright.topology.schedules import SCHEDULES
 
 
 class PassSeconds(NamedTuple):

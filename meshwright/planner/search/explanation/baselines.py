@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
-from meshwright.io import format_bytes
+from meshwright.base.io import format_bytes
+from meshwright.base.topology.layout import Layout
 from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.describe import memory_by_class, memory_label
 from meshwright.planner.search.candidate import Candidate, validation_error
@@ -17,7 +18,6 @@ from meshwright.planner.search.search_space import (
     tensor_degree_divides,
 )
 from meshwright.planner.search.trainer_rules import trainer_rules
-from meshwright.topology.layout import Layout
 
 DDP, FSDP, FSDP_CHECKPOINTED, TENSOR_ZERO_1 = "DDP", "FSDP", "FSDP + full checkpointing", "tensor x ZeRO-1"
 

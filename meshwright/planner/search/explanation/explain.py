@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from meshwright.io import format_bytes, format_count, format_percent, format_seconds
+from meshwright.base.io import format_bytes, format_count, format_percent, format_seconds
+from meshwright.base.models.traced_model import TracedModel
 from meshwright.planner.cost.comm_volume import CollectiveVolume, comm_volume, has_exact_volume
 from meshwright.planner.cost.estimate import CollectiveCost, Estimate
 from meshwright.planner.describe import (
@@ -27,7 +28,6 @@ from meshwright.planner.search.explanation.ladder import Bottleneck, find_bottle
 from meshwright.planner.search.explanation.mechanism import mechanism, replicated, sharded
 from meshwright.planner.search.scaling import scaled_estimate
 from meshwright.planner.workload.planned_job import PlannedJob
-from meshwright.planner.workload.traced_model import TracedModel
 from meshwright.planner.workload.workload import count_samples
 
 SCALE_FACTOR = 10

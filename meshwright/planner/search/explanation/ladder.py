@@ -12,7 +12,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from meshwright.io import format_bytes, format_percent, format_seconds
+from meshwright.base.io import format_bytes, format_percent, format_seconds
+from meshwright.base.topology.layout import Layout
 from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.describe import (
     describe_plan,
@@ -27,7 +28,6 @@ from meshwright.planner.search.candidate import Candidate
 from meshwright.planner.search.choice import TIE_TOLERANCE, expected_seconds, memory_risk
 from meshwright.planner.search.cost_cache import CostCache
 from meshwright.planner.search.search_space import ModelParallelDegrees, fills_schedule, micro_batch_sizes
-from meshwright.topology.layout import Layout
 
 TECHNIQUES = {
     "compile": "torch.compile",

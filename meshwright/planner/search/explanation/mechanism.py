@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from meshwright.io import format_bytes, format_count
-from meshwright.models.architecture import Architecture
+from meshwright.base.io import format_bytes, format_count
+from meshwright.base.models.architecture import Architecture
+from meshwright.base.models.traced_model import TracedModel
 from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.describe import memory_label
-from meshwright.planner.workload.traced_model import TracedModel
 from meshwright.planner.workload.workload import count_samples
 
 SHARDED_STATE = {

@@ -6,11 +6,11 @@ from dataclasses import replace
 from math import floor
 from typing import Any
 
+from meshwright.base.hardware.cluster import NODE_TYPES, Cluster, Device
+from meshwright.base.io import format_bytes, format_percent
+from meshwright.base.models.architecture import Architecture
 from meshwright.errors import ConfigError
-from meshwright.io import format_bytes, format_percent
-from meshwright.models.architecture import Architecture
 from meshwright.planner.describe import describe_plan, memory_by_class, memory_label
-from meshwright.planner.hardware.cluster import NODE_TYPES, Cluster, Device
 from meshwright.planner.search.candidate import Candidate
 from meshwright.planner.search.cost_cache import CostCache
 from meshwright.planner.search.degree_limits import min_memory_candidate

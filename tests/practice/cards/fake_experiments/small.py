@@ -6,8 +6,8 @@ import os
 import signal
 import time
 
-from meshwright.practice.cards.card import Observation
-from meshwright.practice.pictures import Bars, Curves, GanttChart, HeatMap, Span
+from meshwright_practice.cards.card import Observation
+from meshwright_practice.pictures import Bars, Curves, GanttChart, HeatMap, Span
 
 
 def observe(**values: float) -> Observation:

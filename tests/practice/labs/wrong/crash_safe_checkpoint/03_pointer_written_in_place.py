@@ -1,6 +1,6 @@
 """Names the newest checkpoint in a file that is written in place. Expected check: kill."""
 
-from meshwright.practice.labs.crash_safe_checkpoint.solution import save as save_file
+from meshwright_practice.labs.crash_safe_checkpoint.solution import save as save_file
 
 
 def save(folder, step, payload):

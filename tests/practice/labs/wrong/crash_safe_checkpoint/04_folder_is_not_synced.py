@@ -4,7 +4,7 @@
 import hashlib
 import os
 
-from meshwright.practice.labs.crash_safe_checkpoint.solution import load
+from meshwright_practice.labs.crash_safe_checkpoint.solution import load
 
 
 def save(folder, step, payload):

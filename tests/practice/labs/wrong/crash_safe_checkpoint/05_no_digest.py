@@ -2,7 +2,7 @@
 
 import os
 
-from meshwright.practice.labs.crash_safe_checkpoint.solution import sync_folder
+from meshwright_practice.labs.crash_safe_checkpoint.solution import sync_folder
 
 
 def save(folder, step, payload):

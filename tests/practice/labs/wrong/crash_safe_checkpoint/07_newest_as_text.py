@@ -3,7 +3,7 @@
 
 import hashlib
 
-from meshwright.practice.labs.crash_safe_checkpoint.solution import save
+from meshwright_practice.labs.crash_safe_checkpoint.solution import save
 
 
 def load(folder):

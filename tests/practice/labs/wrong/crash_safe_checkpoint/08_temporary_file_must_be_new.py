@@ -4,7 +4,7 @@
 import hashlib
 import os
 
-from meshwright.practice.labs.crash_safe_checkpoint.solution import load, sync_folder
+from meshwright_practice.labs.crash_safe_checkpoint.solution import load, sync_folder
 
 
 def save(folder, step, payload):

@@ -1,8 +1,8 @@
 """Deletes the checkpoint before as soon as the new one is written. Expected check: flipped bit."""
 # ruff: noqa: F401
 
-from meshwright.practice.labs.crash_safe_checkpoint.solution import load
-from meshwright.practice.labs.crash_safe_checkpoint.solution import save as save_file
+from meshwright_practice.labs.crash_safe_checkpoint.solution import load
+from meshwright_practice.labs.crash_safe_checkpoint.solution import save as save_file
 
 
 def save(folder, step, payload):

@@ -2,9 +2,8 @@
 
 import torch
 import torch.distributed as dist
+from meshwright_practice.labs.expert_dispatch.solution import route  # noqa: F401
 from torch.distributed.nn.functional import all_gather, all_reduce
-
-from meshwright.practice.labs.expert_dispatch.solution import route  # noqa: F401
 
 
 def moe(tokens, chosen, gates, local_experts, experts):

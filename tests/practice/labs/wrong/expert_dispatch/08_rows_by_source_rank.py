@@ -2,8 +2,7 @@
 
 import torch
 import torch.distributed as dist
-
-from meshwright.practice.labs.expert_dispatch.solution import exchange, route
+from meshwright_practice.labs.expert_dispatch.solution import exchange, route
 
 
 def moe(tokens, chosen, gates, local_experts, experts):

@@ -1,7 +1,7 @@
 """Starts every all-reduce in finish, when backward has ended. Expected check: overlap."""
 # ruff: noqa: F401
 
-from meshwright.practice.labs.gradient_buckets.solution import ReducedBucket, finish, make_buckets
+from meshwright_practice.labs.gradient_buckets.solution import ReducedBucket, finish, make_buckets
 
 
 def attach_hooks(buckets):

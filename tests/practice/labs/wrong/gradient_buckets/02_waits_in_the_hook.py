@@ -3,7 +3,7 @@
 
 from functools import partial
 
-from meshwright.practice.labs.gradient_buckets.solution import ReducedBucket, finish, make_buckets
+from meshwright_practice.labs.gradient_buckets.solution import ReducedBucket, finish, make_buckets
 
 
 class BlockingBucket(ReducedBucket):

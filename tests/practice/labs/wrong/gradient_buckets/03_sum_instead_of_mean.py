@@ -2,9 +2,8 @@
 # ruff: noqa: F401
 
 import torch.distributed as dist
-
-from meshwright.practice.labs.gradient_buckets.solution import attach_hooks, make_buckets
-from meshwright.practice.labs.gradient_buckets.solution import finish as finish_mean
+from meshwright_practice.labs.gradient_buckets.solution import attach_hooks, make_buckets
+from meshwright_practice.labs.gradient_buckets.solution import finish as finish_mean
 
 
 def finish(state):

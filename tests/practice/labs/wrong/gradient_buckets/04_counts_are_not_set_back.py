@@ -1,7 +1,7 @@
 """Does not set the counts back, so that the second backward reduces nothing. Expected check: second step."""
 # ruff: noqa: F401
 
-from meshwright.practice.labs.gradient_buckets.solution import attach_hooks, make_buckets
+from meshwright_practice.labs.gradient_buckets.solution import attach_hooks, make_buckets
 
 
 def finish(state):

@@ -1,8 +1,8 @@
 """Groups parameters in the order of registration, so that the first bucket is ready last. Expected check: buckets."""
 # ruff: noqa: F401
 
-from meshwright.practice.labs.gradient_buckets.solution import attach_hooks, finish
-from meshwright.practice.labs.gradient_buckets.solution import make_buckets as make_reverse_buckets
+from meshwright_practice.labs.gradient_buckets.solution import attach_hooks, finish
+from meshwright_practice.labs.gradient_buckets.solution import make_buckets as make_reverse_buckets
 
 
 def make_buckets(parameters, bucket_bytes):

@@ -2,8 +2,7 @@
 # ruff: noqa: F401
 
 import torch
-
-from meshwright.practice.labs.gradient_buckets.solution import attach_hooks, make_buckets
+from meshwright_practice.labs.gradient_buckets.solution import attach_hooks, make_buckets
 
 
 def finish(state):

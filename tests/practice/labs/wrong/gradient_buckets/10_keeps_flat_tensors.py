@@ -1,7 +1,7 @@
 """Keeps the flat tensors alive between steps. Expected check: memory."""
 # ruff: noqa: F401
 
-from meshwright.practice.labs.gradient_buckets.solution import attach_hooks, make_buckets
+from meshwright_practice.labs.gradient_buckets.solution import attach_hooks, make_buckets
 
 KEPT = {}
 

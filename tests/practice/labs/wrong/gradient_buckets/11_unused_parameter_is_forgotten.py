@@ -1,7 +1,7 @@
 """Leaves out a bucket in which a gradient is missing. Expected check: unused parameter."""
 # ruff: noqa: F401
 
-from meshwright.practice.labs.gradient_buckets.solution import attach_hooks, make_buckets
+from meshwright_practice.labs.gradient_buckets.solution import attach_hooks, make_buckets
 
 
 def finish(state):

@@ -2,8 +2,7 @@
 # ruff: noqa: F401
 
 import torch.distributed as dist
-
-from meshwright.practice.labs.gradient_buckets.solution import make_buckets
+from meshwright_practice.labs.gradient_buckets.solution import make_buckets
 
 
 def attach_hooks(buckets):

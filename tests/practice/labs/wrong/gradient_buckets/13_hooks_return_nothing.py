@@ -1,8 +1,8 @@
 """Registers the hooks and forgets to return the state. Expected check: 2 ranks return."""
 # ruff: noqa: F401
 
-from meshwright.practice.labs.gradient_buckets.solution import attach_hooks as attach
-from meshwright.practice.labs.gradient_buckets.solution import finish, make_buckets
+from meshwright_practice.labs.gradient_buckets.solution import attach_hooks as attach
+from meshwright_practice.labs.gradient_buckets.solution import finish, make_buckets
 
 
 def attach_hooks(buckets):

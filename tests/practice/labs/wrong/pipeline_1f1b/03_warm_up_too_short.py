@@ -1,6 +1,6 @@
 """Warms up with as many forwards as there are stages before it. Expected check: order."""
 
-from meshwright.practice.labs.pipeline_1f1b.solution import pipeline_step  # noqa: F401
+from meshwright_practice.labs.pipeline_1f1b.solution import pipeline_step  # noqa: F401
 
 
 def schedule(stage, stages, micro_batches):

@@ -1,8 +1,7 @@
 """Waits for every send where it starts. Expected check: 4 ranks return."""
 
 import torch.distributed as dist
-
-from meshwright.practice.labs.pipeline_1f1b.solution import receive, schedule
+from meshwright_practice.labs.pipeline_1f1b.solution import receive, schedule
 
 
 def pipeline_step(module, inputs, targets, loss, shape):

@@ -1,8 +1,7 @@
 """Resets the gradients before every backward. Expected check: gradients."""
 
 import torch.distributed as dist
-
-from meshwright.practice.labs.pipeline_1f1b.solution import receive, schedule
+from meshwright_practice.labs.pipeline_1f1b.solution import receive, schedule
 
 
 def pipeline_step(module, inputs, targets, loss, shape):

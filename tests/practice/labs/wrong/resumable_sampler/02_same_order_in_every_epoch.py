@@ -1,7 +1,7 @@
 """Shuffles with the seed alone. Expected check: order changes with the epoch."""
 # ruff: noqa: F401
 
-from meshwright.practice.labs.resumable_sampler.solution import sample_order, start
+from meshwright_practice.labs.resumable_sampler.solution import sample_order, start
 
 
 def next_batch(state, rank, ranks, batch_size):

@@ -3,7 +3,7 @@
 
 import random
 
-from meshwright.practice.labs.resumable_sampler.solution import start
+from meshwright_practice.labs.resumable_sampler.solution import start
 
 
 def next_batch(state, rank, ranks, batch_size):

@@ -1,7 +1,7 @@
 """Adds the epoch to the seed, so that runs share their orders. Expected check: order depends on the seed."""
 # ruff: noqa: F401
 
-from meshwright.practice.labs.resumable_sampler.solution import sample_order, start
+from meshwright_practice.labs.resumable_sampler.solution import sample_order, start
 
 
 def next_batch(state, rank, ranks, batch_size):

@@ -1,6 +1,6 @@
 """Keeps the position in the module and starts the epoch anew after a restart. Expected check: resume."""
 
-from meshwright.practice.labs.resumable_sampler.solution import next_batch as next_samples
+from meshwright_practice.labs.resumable_sampler.solution import next_batch as next_samples
 
 TAKEN = {}
 

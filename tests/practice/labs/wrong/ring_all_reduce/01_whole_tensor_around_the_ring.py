@@ -3,8 +3,7 @@
 
 import torch
 import torch.distributed as dist
-
-from meshwright.practice.labs.ring_all_reduce.solution import exchange, ring_all_gather, ring_reduce_scatter
+from meshwright_practice.labs.ring_all_reduce.solution import exchange, ring_all_gather, ring_reduce_scatter
 
 
 def ring_all_reduce(tensor):

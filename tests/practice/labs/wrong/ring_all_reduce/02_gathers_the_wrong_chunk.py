@@ -1,8 +1,7 @@
 """The all-gather starts with chunk r, not with the complete one. Expected check: all-gather."""
 
 import torch.distributed as dist
-
-from meshwright.practice.labs.ring_all_reduce.solution import exchange, ring_reduce_scatter
+from meshwright_practice.labs.ring_all_reduce.solution import exchange, ring_reduce_scatter
 
 
 def ring_all_gather(chunks, complete):

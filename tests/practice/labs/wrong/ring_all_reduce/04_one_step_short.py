@@ -2,8 +2,7 @@
 
 import torch
 import torch.distributed as dist
-
-from meshwright.practice.labs.ring_all_reduce.solution import exchange, ring_all_gather
+from meshwright_practice.labs.ring_all_reduce.solution import exchange, ring_all_gather
 
 
 def ring_reduce_scatter(chunks):

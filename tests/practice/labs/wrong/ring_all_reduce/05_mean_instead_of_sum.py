@@ -2,9 +2,8 @@
 # ruff: noqa: F401
 
 import torch.distributed as dist
-
-from meshwright.practice.labs.ring_all_reduce.solution import ring_all_gather, ring_reduce_scatter
-from meshwright.practice.labs.ring_all_reduce.solution import ring_all_reduce as ring_sum
+from meshwright_practice.labs.ring_all_reduce.solution import ring_all_gather, ring_reduce_scatter
+from meshwright_practice.labs.ring_all_reduce.solution import ring_all_reduce as ring_sum
 
 
 def ring_all_reduce(tensor):

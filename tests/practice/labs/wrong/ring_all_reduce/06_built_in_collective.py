@@ -2,8 +2,7 @@
 # ruff: noqa: F401
 
 import torch.distributed as dist
-
-from meshwright.practice.labs.ring_all_reduce.solution import ring_all_gather, ring_reduce_scatter
+from meshwright_practice.labs.ring_all_reduce.solution import ring_all_gather, ring_reduce_scatter
 
 
 def ring_all_reduce(tensor):

@@ -1,8 +1,8 @@
 """Returns the sum as a new tensor instead of changing the given one. Expected check: sum."""
 # ruff: noqa: F401
 
-from meshwright.practice.labs.ring_all_reduce.solution import ring_all_gather, ring_reduce_scatter
-from meshwright.practice.labs.ring_all_reduce.solution import ring_all_reduce as ring_sum
+from meshwright_practice.labs.ring_all_reduce.solution import ring_all_gather, ring_reduce_scatter
+from meshwright_practice.labs.ring_all_reduce.solution import ring_all_reduce as ring_sum
 
 
 def ring_all_reduce(tensor):

@@ -3,8 +3,7 @@
 
 import torch
 import torch.distributed as dist
-
-from meshwright.practice.labs.ring_all_reduce.solution import ring_all_gather, ring_all_reduce
+from meshwright_practice.labs.ring_all_reduce.solution import ring_all_gather, ring_all_reduce
 
 
 def ring_reduce_scatter(chunks):

@@ -4,8 +4,7 @@ import math
 
 import torch
 import torch.distributed as dist
-
-from meshwright.practice.labs.ring_attention.solution import chunk_attention, merge
+from meshwright_practice.labs.ring_attention.solution import chunk_attention, merge
 
 
 def ring_attention(q, k, v):

@@ -2,8 +2,7 @@
 
 import torch
 import torch.distributed as dist
-
-from meshwright.practice.labs.ring_attention.solution import chunk_attention, merge  # noqa: F401
+from meshwright_practice.labs.ring_attention.solution import chunk_attention, merge  # noqa: F401
 
 
 def ring_attention(q, k, v):

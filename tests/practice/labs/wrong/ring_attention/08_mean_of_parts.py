@@ -1,8 +1,7 @@
 """Averages the outputs of the parts. Expected check: merge."""
 
 import torch
-
-from meshwright.practice.labs.ring_attention.solution import chunk_attention, ring_attention  # noqa: F401
+from meshwright_practice.labs.ring_attention.solution import chunk_attention, ring_attention  # noqa: F401
 
 
 def merge(out_a, lse_a, out_b, lse_b):

@@ -1,6 +1,6 @@
 """Computes the new log-sum-exp from the difference of both. Expected check: merge of nothing."""
 
-from meshwright.practice.labs.ring_attention.solution import chunk_attention, ring_attention  # noqa: F401
+from meshwright_practice.labs.ring_attention.solution import chunk_attention, ring_attention  # noqa: F401
 
 
 def merge(out_a, lse_a, out_b, lse_b):

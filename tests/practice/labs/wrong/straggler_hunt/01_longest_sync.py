@@ -2,7 +2,7 @@
 
 from collections import defaultdict
 
-from meshwright.practice.labs.straggler_hunt.solution import local_seconds  # noqa: F401
+from meshwright_practice.labs.straggler_hunt.solution import local_seconds  # noqa: F401
 
 
 def find_straggler(records):

@@ -3,8 +3,8 @@
 from collections import defaultdict
 from statistics import fmean, median
 
-from meshwright.practice.labs.straggler_hunt.solution import find_straggler as find_since
-from meshwright.practice.labs.straggler_hunt.solution import local_seconds
+from meshwright_practice.labs.straggler_hunt.solution import find_straggler as find_since
+from meshwright_practice.labs.straggler_hunt.solution import local_seconds
 
 
 def find_straggler(records):

@@ -2,8 +2,7 @@
 # ruff: noqa: F401
 
 import torch.nn.functional as F
-
-from meshwright.practice.labs.tensor_parallel_linear.solution import row_linear, shard_column, shard_row
+from meshwright_practice.labs.tensor_parallel_linear.solution import row_linear, shard_column, shard_row
 
 
 def column_linear(x, weight_shard):

@@ -4,8 +4,7 @@
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
-
-from meshwright.practice.labs.tensor_parallel_linear.solution import column_linear, row_linear, shard_column, shard_row
+from meshwright_practice.labs.tensor_parallel_linear.solution import column_linear, row_linear, shard_column, shard_row
 
 
 class GatherAndSlice(torch.autograd.Function):

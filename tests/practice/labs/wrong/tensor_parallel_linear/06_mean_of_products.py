@@ -3,8 +3,7 @@
 
 import torch.distributed as dist
 import torch.nn.functional as F
-
-from meshwright.practice.labs.tensor_parallel_linear.solution import (
+from meshwright_practice.labs.tensor_parallel_linear.solution import (
     SumPartialProducts,
     column_linear,
     shard_column,

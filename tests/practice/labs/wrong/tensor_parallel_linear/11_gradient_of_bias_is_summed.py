@@ -2,8 +2,7 @@
 # ruff: noqa: F401
 
 import torch.nn.functional as F
-
-from meshwright.practice.labs.tensor_parallel_linear.solution import (
+from meshwright_practice.labs.tensor_parallel_linear.solution import (
     SumGradient,
     SumPartialProducts,
     column_linear,

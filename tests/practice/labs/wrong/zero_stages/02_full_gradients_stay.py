@@ -3,7 +3,7 @@
 
 from functools import partial
 
-from meshwright.practice.labs.zero_stages.solution import reduce_mean, zero1_step, zero2_step, zero3_linear
+from meshwright_practice.labs.zero_stages.solution import reduce_mean, zero1_step, zero2_step, zero3_linear
 
 
 def zero2_attach(weights, gradient_shards):

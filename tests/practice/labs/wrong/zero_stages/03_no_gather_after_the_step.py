@@ -1,7 +1,7 @@
 """Each rank updates its own shard and does not gather the others. Expected check: ZeRO-1: weights."""
 # ruff: noqa: F401
 
-from meshwright.practice.labs.zero_stages.solution import (
+from meshwright_practice.labs.zero_stages.solution import (
     own_chunk,
     reduce_mean,
     update,

@@ -4,8 +4,7 @@
 from functools import partial
 
 import torch.distributed as dist
-
-from meshwright.practice.labs.zero_stages.solution import zero1_step, zero2_step, zero3_linear
+from meshwright_practice.labs.zero_stages.solution import zero1_step, zero2_step, zero3_linear
 
 
 def reduce_sum(shard, weight):

@@ -1,7 +1,7 @@
 """ZeRO-2 reduces all gradients in the hook of the last one. Expected check: ZeRO-2: order."""
 # ruff: noqa: F401
 
-from meshwright.practice.labs.zero_stages.solution import reduce_mean, zero1_step, zero2_step, zero3_linear
+from meshwright_practice.labs.zero_stages.solution import reduce_mean, zero1_step, zero2_step, zero3_linear
 
 
 def zero2_attach(weights, gradient_shards):

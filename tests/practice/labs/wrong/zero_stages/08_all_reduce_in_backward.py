@@ -3,8 +3,7 @@
 
 import torch
 import torch.distributed as dist
-
-from meshwright.practice.labs.zero_stages.solution import gather, own_chunk, zero1_step, zero2_attach, zero2_step
+from meshwright_practice.labs.zero_stages.solution import gather, own_chunk, zero1_step, zero2_attach, zero2_step
 
 
 class ReducedLinear(torch.autograd.Function):

@@ -3,8 +3,7 @@
 
 import torch
 import torch.distributed as dist
-
-from meshwright.practice.labs.zero_stages.solution import GatheredLinear, zero1_step, zero2_attach, zero2_step
+from meshwright_practice.labs.zero_stages.solution import GatheredLinear, zero1_step, zero2_attach, zero2_step
 
 
 class AveragedLinear(torch.autograd.Function):

@@ -2,8 +2,7 @@
 # ruff: noqa: F401
 
 import torch
-
-from meshwright.practice.labs.zero_stages.solution import gather, reduce_mean, zero1_step, zero2_attach, zero2_step
+from meshwright_practice.labs.zero_stages.solution import gather, reduce_mean, zero1_step, zero2_attach, zero2_step
 
 
 class TransposedLinear(torch.autograd.Function):

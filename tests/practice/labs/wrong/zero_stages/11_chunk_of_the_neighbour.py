@@ -5,8 +5,7 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-
-from meshwright.practice.labs.zero_stages.solution import reduce_mean, zero1_step, zero2_step, zero3_linear
+from meshwright_practice.labs.zero_stages.solution import reduce_mean, zero1_step, zero2_step, zero3_linear
 
 
 def on_gradient(shard, weight):

@@ -2,8 +2,7 @@
 # ruff: noqa: F401
 
 import torch
-
-from meshwright.practice.labs.zero_stages.solution import reduce_mean, zero2_attach, zero2_step, zero3_linear
+from meshwright_practice.labs.zero_stages.solution import reduce_mean, zero2_attach, zero2_step, zero3_linear
 
 
 def zero1_step(weights, gradients, moments, lr):

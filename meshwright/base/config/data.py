@@ -1,0 +1,82 @@
+"""The settings of the sample stream: one source or a mixture, and how samples are read."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Annotated, Literal
+
+from meshwright.base.config.constraints import (
+    PLACEMENT,
+    NonNegativeInt,
+    PositiveFloat,
+    Range,
+)
+from meshwright.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class SourceConfig:
+    """One data source."""
+
+    kind: Literal["stdlib", "tokens", "text", "jsonl", "chat", "shards", "synthetic"] = "stdlib"
+    """stdlib: source code of the Python standard library; tokens: binary files of token ids; text, jsonl: files to
+    tokenize; chat: JSONL files of chats, with the loss on answers alone; shards: a folder that data prepare has
+    written; synthetic: random token ids, seeded by the index of the sample
+    """
+    path: Annotated[str, PLACEMENT] = ""
+    """file, folder or glob pattern of a tokens, text, jsonl or chat source; the folder or URL of a shards source"""
+    dtype: Literal["uint16", "uint32"] = "uint16"
+    """type of the token ids in a tokens file"""
+    tokenizer: Annotated[str, PLACEMENT] = ""
+    """tokenizer.json for a text or jsonl source; empty: bytes are tokens. The content of the file is part of the run's
+    identity, its path is not
+    """
+    end_of_document: str = "auto"
+    """token that ends each document of a text or jsonl source: a token of the tokenizer, none, or auto, which is
+    model.separator if it is set, else the tokenizer's end-of-text token (for bytes: 0)
+    """
+    field: str = "text"
+    """field of a JSONL record that contains the text"""
+    chat_template: Annotated[str, PLACEMENT] = ""
+    """template in Jinja of a chat source; empty: the one beside the tokenizer (chat_template.jinja or
+    tokenizer_config.json), else ChatML. Its content is part of the run's identity, its path is not
+    """
+    packing: bool = True
+    """chat: several chats per sample, between which attention does not look; false: one chat per sample"""
+    samples: Annotated[int, Range(minimum=1, maximum=1 << 62)] = 1_000_000
+    """number of samples of a synthetic source"""
+    weight: PositiveFloat = 1.0
+    """weight of this source in a mixture; samples are drawn in proportion to the weights"""
+
+    def __post_init__(self) -> None:
+        if self.kind in ("tokens", "text", "jsonl", "chat", "shards") and not self.path:
+            raise ConfigError(
+                f"data.path is empty, and data.kind = {self.kind} reads files",
+                "expected a file, a folder or a glob pattern",
+            )
+
+
+@dataclass(frozen=True)
+class DataConfig(SourceConfig):
+    """The sample stream: one source, or a weighted mixture of several."""
+
+    mixture: tuple[SourceConfig, ...] = ()
+    """sources of a mixture; if set, the keys of the single source are ignored, except tokenizer and end_of_document,
+    which apply to every source that does not set its own
+    """
+    sequence: Annotated[int, Range(minimum=2, maximum=1 << 24)] = 128
+    """sequence length: tokens per sample"""
+    on_bad_sample: Literal["stop", "quarantine"] = "stop"
+    """what happens if a sample cannot be decoded: stop the run, or quarantine: train with all its labels masked"""
+    bad_sample_budget: NonNegativeInt = 100
+    """number of quarantined samples after which the run stops"""
+    workers: Annotated[int, Range(minimum=0, maximum=256), PLACEMENT] = 0
+    """data loader workers per rank; 0 decodes in the training thread, which suits tokens that are in memory"""
+    worker_kind: Annotated[Literal["thread", "process"], PLACEMENT] = "thread"
+    """thread for cheap decoding, process for decoding that holds the global interpreter lock"""
+    shard_cache: Annotated[NonNegativeInt, PLACEMENT] = 0
+    """size in bytes of the local cache for shards sources; 0: shards are mapped from their folder, and those of a URL
+    have a cache of 64 GiB
+    """
+    prefetch: Annotated[int, Range(minimum=1, maximum=1024), PLACEMENT] = 4
+    """micro-batches that the workers prepare ahead"""

@@ -1,0 +1,1 @@
+"""HTML templates of pages and reports."""

@@ -1,0 +1,1 @@
+"""What a run prints: the console, the header, and progress."""

@@ -1,5 +1,0 @@
-"""The command line: one module per verb declares its arguments and calls the function that does the work."""
-
-from meshwright.cli.main import main
-
-__all__ = ["main"]

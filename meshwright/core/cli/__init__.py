@@ -1,0 +1,1 @@
+"""The verbs of the trainer: one module per verb, arguments and wiring."""

@@ -1,0 +1,141 @@
+"""Encodes text as token ids by a tokenizer.json or as bytes, and finds the token that ends a document. Torch-free."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from meshwright.base.config import RunConfig, SourceConfig
+from meshwright.base.io import read_regular_file
+from meshwright.base.store.object_url import is_url
+from meshwright.core.data.shards import TokenShards
+from meshwright.core.data.source import content_digest
+from meshwright.core.data.token_files import SEPARATOR_BYTE
+from meshwright.errors import ConfigError, DataError
+
+TOKENIZER_FILE = "tokenizer.json"
+MAX_TOKENIZER_BYTES = 256 << 20
+"""Size limit of a tokenizer.json."""
+
+END_OF_TEXT_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<EOS>", "[SEP]")
+"""Names by which a tokenizer.json usually declares its end-of-text token, in order of preference."""
+
+
+@dataclass(frozen=True)
+class Encoder:
+    """Text -> token ids, and the token that ends a document."""
+
+    encode: Callable[[list[str], bool], Iterable[Sequence[int]]]
+    """(texts, whether to add the special tokens of the tokenizer's post-processor) -> token ids of each"""
+    end_of_document: int | None
+    """The token id that ends every document; None to add none."""
+    digest: str
+    """A digest of the tokenizer's content."""
+    vocab: int
+    """The largest token id plus one."""
+
+    def end(self, ids: Sequence[int]) -> list[int]:
+        """The token that is missing at the end of a document: a post-processor may have added it already."""
+        if self.end_of_document is None or (len(ids) and ids[-1] == self.end_of_document):
+            return []
+        return [self.end_of_document]
+
+
+def open_encoder(source: SourceConfig, separator: int | None) -> Encoder:
+    """The byte-level encoder, or the one of a tokenizer.json."""
+    if not source.tokenizer:
+        return Encoder(lambda texts, _: [text.encode() for text in texts], end_of_bytes(source), "bytes", 256)
+    tokenizer, digest = load_tokenizer(source.tokenizer)
+
+    def encode(texts: list[str], special: bool) -> Iterable[Sequence[int]]:
+        return (encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=special))
+
+    vocab = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0) + 1
+    return Encoder(encode, find_end_of_document(source, tokenizer, separator), digest, vocab)
+
+
+def end_of_bytes(source: SourceConfig) -> int | None:
+    """The byte that ends a document of a source without a tokenizer."""
+    if source.end_of_document not in ("auto", "none"):
+        raise DataError(
+            f"the end of a document is {source.end_of_document!r}, and the source has no tokenizer",
+            'expected "auto" or "none" for bytes, or a tokenizer that has this token',
+        )
+    return None if source.end_of_document == "none" else SEPARATOR_BYTE
+
+
+def find_tokenizer(path: str) -> Path:
+    """The tokenizer.json that a path names: the file itself, or the one in the folder."""
+    file = Path(path) / TOKENIZER_FILE if Path(path).is_dir() else Path(path)
+    others = ("tokenizer.model", "vocab.json", "merges.txt", "vocab.txt", "tokenizer_config.json", "spiece.model")
+    if file.name in others or (not file.exists() and any((file.parent / name).exists() for name in others)):
+        raise DataError(
+            f"{file.parent} has no tokenizer.json, the file of a fast tokenizer",
+            "try transformers.AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER), which writes one",
+        )
+    return file
+
+
+def find_run_tokenizer(config: RunConfig, folder: Path | None = None, tokenizer: str = "") -> str | None:
+    """The tokenizer.json of a run: `tokenizer`, that of its data, of the folder of an export or of its initial weights.
+    None: bytes are tokens.
+    """
+    if tokenizer or config.data.tokenizer:
+        return str(find_tokenizer(tokenizer or config.data.tokenizer))
+    if config.data.kind == "shards" and not config.data.mixture and folder is None:
+        shards = TokenShards(config.data.path)
+        if shards.index.tokenizer == "bytes":
+            return None
+        if is_url(config.data.path):
+            raise ConfigError(f"{config.data.path} is in an object store", "expected --tokenizer FILE of its tokenizer")
+        return str(shards.folder / TOKENIZER_FILE)
+    for beside in (folder, Path(config.init_from) if config.init_from else None):
+        if beside is not None and (beside / TOKENIZER_FILE).is_file():
+            return str(beside / TOKENIZER_FILE)
+    return None
+
+
+def load_tokenizer(path: str) -> tuple[Any, str]:
+    """The tokenizer of a tokenizer.json, and the digest of its content."""
+    try:
+        from tokenizers import Tokenizer
+    except ImportError:
+        raise DataError(
+            f"data.tokenizer = {path!r} needs the tokenizers package", "try pip install 'meshwright[text]'"
+        ) from None
+    try:
+        raw = read_regular_file(Path(path), MAX_TOKENIZER_BYTES, "it", "a tokenizer.json file")
+        tokenizer = Tokenizer.from_buffer(raw)
+        tokenizer.no_padding()  # a document is neither padded nor cut, whatever the file was saved with
+        tokenizer.no_truncation()
+    except Exception as error:  # noqa: BLE001  the library raises bare Exceptions
+        reason = error.message if isinstance(error, ConfigError) else error
+        raise DataError(f"tokenizer {path} cannot be read: {reason}", "expected a tokenizer.json file") from None
+    return tokenizer, content_digest(raw)
+
+
+def find_end_of_document(source: SourceConfig, tokenizer: Any, separator: int | None) -> int | None:
+    """The token id that ends a document: `data.end_of_document` if it names a token, else `model.separator`, else the
+    tokenizer's end-of-text token.
+    """
+    if source.end_of_document == "none":
+        return None
+    if source.end_of_document != "auto":
+        named: int | None = tokenizer.token_to_id(source.end_of_document)
+        if named is None:
+            raise DataError(
+                f"data.end_of_document = {source.end_of_document!r} is not a token of {source.tokenizer}",
+                'expected a token of the tokenizer, "auto" or "none"',
+            )
+        return named
+    if separator is not None:
+        return separator
+    for name in END_OF_TEXT_TOKENS:
+        if (found := tokenizer.token_to_id(name)) is not None:
+            return int(found)
+    raise DataError(
+        f"tokenizer {source.tokenizer} has no known end-of-text token, so documents would run into each other",
+        'try data.end_of_document = "TOKEN" (a token of the tokenizer) or "none"',
+    )

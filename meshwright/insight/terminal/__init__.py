@@ -1,0 +1,1 @@
+"""What is printed about findings and rollouts."""
