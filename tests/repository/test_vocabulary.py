@@ -10,7 +10,7 @@ import pytest
 
 ROOT = Path(__file__).parents[2]
 SUFFIXES = (".py", ".md", ".toml", ".html", ".svg", ".yml", ".yaml")
-FOLDERS = ("meshwright", "tests", "benchmarks", "fuzz", "examples", "docs", ".github")
+FOLDERS = ("meshwright", "practice", "tests", "benchmarks", "fuzz", "examples", "docs", ".github")
 TERMS = tomllib.loads(Path(__file__).with_name("retired_terms.toml").read_text())
 IDENTIFIERS, PHRASES = TERMS["identifiers"], TERMS["phrases"]
 EXEMPT = ("retired_terms.toml", "CHANGELOG.md")
