@@ -12,7 +12,7 @@ unexport PYTHONDONTWRITEBYTECODE
 # start. PYTEST_ARGS adds options.
 PYTEST := $(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder --package-durations $(PYTEST_ARGS)
 
-.PHONY: venv train prove check docs test test-all test-engines test-wheel fuzz bench clean
+.PHONY: venv train prove check docs test test-all test-engines wheels fuzz bench clean
 
 venv: .venv/.run
 
@@ -64,9 +64,9 @@ test-all: .venv/.dev
 test-engines: .venv/.engines
 	$(BIN)/python -m pytest tests/ops/engines -rs $(PYTEST_ARGS)
 
-# Builds the wheel, installs it into an empty environment outside the checkout, and uses it there.
-test-wheel: .venv/.dev
-	$(BIN)/python tests/repository/check_wheel.py
+# Builds both wheels, installs them into empty environments outside the checkout, and uses them there.
+wheels: .venv/.dev
+	$(BIN)/python -m tests.repository.check_wheels
 
 # Random episodes for 20 minutes; FUZZ_ARGS="--seed 7 --minutes 60" changes that.
 fuzz: .venv/.dev

@@ -7,7 +7,8 @@ import sys
 from pathlib import Path
 
 from meshwright.base.cli.args import Parser, build_parser
-from meshwright.base.cli.main import EXIT_CODES, VERBS
+from meshwright.base.cli.main import EXIT_CODES
+from meshwright.base.cli.verbs import load_verb, verbs
 
 INTRODUCTION = """\
 # Command reference
@@ -23,7 +24,7 @@ example `--optimizer.lr=3e-4`.
 
 def command_reference() -> str:
     """Returns the text of docs/commands.md."""
-    parsers = {name: build_parser(verb, name) for name, verb in VERBS.items()}
+    parsers = {name: build_parser(load_verb(name), name) for name in verbs()}
     rows = [f"| [`{name}`](#{anchor(name)}) | {parser.description} |" for name, parser in parsers.items()]
     table = "\n".join(["| command | what it does |", "|---|---|", *rows])
     codes = EXIT_CODES.replace("Exit codes: ", "").replace("\n", " ").rstrip(".")

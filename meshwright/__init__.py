@@ -46,9 +46,13 @@ __all__ = [
 if TYPE_CHECKING:
     from meshwright import callbacks, errors, testing
     from meshwright.base.config import RunConfig
-    from meshwright.core.api import Result, Sample, plan, preflight, prove, report, sample, simulate, train
+    from meshwright.core.api import Result, Sample, sample, train
     from meshwright.core.parallel.parallel_spec import ParallelSpec
     from meshwright.core.trainer.callbacks.callback import Callback
+    from meshwright.insight.api import report
+    from meshwright.ops.preflight.api import preflight
+    from meshwright.planner.api import plan
+    from meshwright.prover.api import prove, simulate
 
 _MODULES = {
     "Callback": "meshwright.core.trainer.callbacks.callback",
@@ -56,12 +60,12 @@ _MODULES = {
     "Result": "meshwright.core.api",
     "RunConfig": "meshwright.base.config",
     "Sample": "meshwright.core.api",
-    "plan": "meshwright.core.api",
-    "preflight": "meshwright.core.api",
-    "prove": "meshwright.core.api",
-    "report": "meshwright.core.api",
+    "plan": "meshwright.planner.api",
+    "preflight": "meshwright.ops.preflight.api",
+    "prove": "meshwright.prover.api",
+    "report": "meshwright.insight.api",
     "sample": "meshwright.core.api",
-    "simulate": "meshwright.core.api",
+    "simulate": "meshwright.prover.api",
     "train": "meshwright.core.api",
 }
 

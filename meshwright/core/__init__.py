@@ -1,1 +1,1 @@
-"""Contracts for a training loop (stream, checkpoints, supervision, records), and the trainer built from them."""
+"""The trainer, and the sample stream, checkpoints, supervision and records beneath it."""

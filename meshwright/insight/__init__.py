@@ -1,1 +1,1 @@
-"""Output for people: terminal views, the HTML plan page and the run report."""
+"""What happened in a run, and why: watch, report, diagnose, metrics and trace. Torch-free."""

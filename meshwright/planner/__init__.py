@@ -1,1 +1,1 @@
-"""The planner: predicts memory, communication and step time of layouts, and searches for the best one. Torch-free."""
+"""Predicts memory, communication and step time of layouts, and searches for the best one. Torch-free."""

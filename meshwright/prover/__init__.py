@@ -1,1 +1,1 @@
-"""The contracts of a run as executable checks, and the certificate that records their results."""
+"""The contracts of a run as checks that can fail, and the steps of a run taken again."""

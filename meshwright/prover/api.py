@@ -1,8 +1,8 @@
-"""The verb `prove` as a function."""
+"""The verbs `prove` and `simulate` as functions."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from torch import Tensor, nn
 
     from meshwright.core.parallel.parallel_spec import ParallelSpec
+    from meshwright.prover.simulator.result import Simulation
 
 
 def prove(
@@ -74,3 +75,53 @@ def prove(
         if file is not None:
             write_json(file, certificate)
         return certificate
+
+
+def simulate(
+    config: RunConfig | None = None,
+    *,
+    model: nn.Module | Callable[[], nn.Module] | None = None,
+    loss: Callable[..., Any] | None = None,
+    source: Any = None,
+    parallel_spec: ParallelSpec | None = None,
+    collate: Callable[[list[Any]], Any] | None = None,
+    reduction: Literal["sum", "mean"] | None = None,
+    init: Callable[[str, Tensor], Any] | None = None,
+    ranks: int | None = None,
+    rank: Sequence[int] = (),
+) -> Simulation:
+    """Runs one step of the real model and parallelism on fake tensors, and counts communication and memory.
+
+    The simulation runs in this process on any number of ranks, needs no devices, and touches no run folder.
+
+    Args:
+        config: settings of the run. Default: the ``tiny`` preset.
+        model: model to simulate instead of that of the config, as in :func:`train`.
+        loss: loss of ``model``, as in :func:`train`.
+        source: dataset of ``model``, as in :func:`train`.
+        parallel_spec: how to parallelize ``model``, as in :func:`train`.
+        collate: makes a batch of a list of samples, as in :func:`train`.
+        reduction: what ``loss`` returns, as in :func:`train`.
+        init: initializes a ``model`` on the meta device, as in :func:`train`.
+        ranks: total number of ranks; sets ``layout.replicate`` accordingly. Default: those of ``config.layout``.
+        rank: ranks to simulate. Default: rank 0 and, with a pipeline, the first rank of the last stage.
+
+    Returns:
+        Simulation: message and wire bytes per collective, and peak memory per class, of each simulated rank.
+
+    Raises:
+        ConfigError: the config is not valid on this number of ranks.
+        IdentityError: the config is of a run of another model.
+    """
+    user = UserCode(model, loss, source, parallel_spec, collate, reduction=reduction, init=init)
+    with errors_for_python():
+        return simulate_run(validated(config, ranks), user, rank)
+
+
+def simulate_run(config: RunConfig, user: UserCode, rank: Sequence[int] = ()) -> Simulation:
+    """Simulates the model of a config, or that of the user."""
+    from meshwright.core.launch.user_code.make_custom_model import open_model_shapes
+    from meshwright.prover.simulator.simulate import simulate as simulate_config
+
+    config, custom, sources = open_model_shapes(config, user)
+    return simulate_config(config, rank, custom, sources)

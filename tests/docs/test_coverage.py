@@ -7,7 +7,7 @@ import runpy
 
 import pytest
 
-from meshwright.base.cli.main import VERBS
+from meshwright.base.cli.verbs import verbs
 from tests.docs.document_commands import ROOT
 
 SCRIPT = runpy.run_path(str(ROOT / "docs" / "write_coverage.py"))
@@ -38,7 +38,7 @@ def test_chapters_and_anchors_exist(items):
 
 
 def test_commands_tests_and_labs_exist(items):
-    assert not {command for item in items for command in item.commands} - set(VERBS)
+    assert not {command for item in items for command in item.commands} - set(verbs())
     assert not [test for item in items for test in item.tests if not (ROOT / test).is_file()]
     labs = {lab.id for lab in SCRIPT["all_labs"]()}
     assert not {lab for item in items for lab in item.labs} - labs

@@ -9,7 +9,7 @@ import tomllib
 import pytest
 
 from meshwright.base.cli.args import parse
-from meshwright.base.cli.main import VERBS
+from meshwright.base.cli.verbs import load_verb, verbs
 from meshwright.base.config import load_config
 from tests.docs.document_commands import PAGES, ROOT, commands, files, prepare, run
 
@@ -38,8 +38,8 @@ def test_page_command_is_valid(page, command):
     """The verb, its options and the settings exist; the command itself runs in the long suite."""
     args = [arg for arg in shlex.split(command, comments=True) if not re.match(r"[A-Z_]+=", arg)]
     if args[0] == "meshwright" and "--help" not in args:
-        name = max((verb for verb in VERBS if args[1 : 1 + len(verb.split())] == verb.split()), key=len)
-        values = parse(VERBS[name], name, args[1 + len(name.split()) :])
+        name = max((verb for verb in verbs() if args[1 : 1 + len(verb.split())] == verb.split()), key=len)
+        values = parse(load_verb(name), name, args[1 + len(name.split()) :])
         load_config(overrides=[override for override in values.get("overrides", ()) if "layout." not in override])
     elif args[0] == "python":
         assert args[1] == "-m" or (ROOT / args[1]).exists()

@@ -1,6 +1,6 @@
 """The path of a new user, from an empty environment to the text of a fine-tuned model, in nine commands.
 
-`check_wheel.py` calls `follow` with the commands of an environment that has nothing but the wheel. The folder of
+`check_wheels.py` calls `follow` with the commands of an environment that has nothing but the wheel. The folder of
 weights that the user starts from is written by transformers, in the environment of the tests.
 """
 

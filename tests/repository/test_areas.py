@@ -24,7 +24,7 @@ MAX_IMPORTED_LINES = {
     "the stream": 2_650,
     "diagnose of a trace": 2_850,
 }
-MAX_FORBIDDEN_IMPORTS = 140
+MAX_FORBIDDEN_IMPORTS = 88
 """Imports against the order of the areas that are left. The number only falls."""
 
 

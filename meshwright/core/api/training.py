@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Literal
 from meshwright.base.checkpoint.listing import RunLineage
 from meshwright.base.cli.python_args import errors_for_python, given_path, validated
 from meshwright.base.config import RunConfig, config_to_dict
+from meshwright.base.environment import require_torch
 from meshwright.base.io import read_json
 from meshwright.base.records.events import Event, EventFollower
 from meshwright.base.records.heartbeat import process_start_time
@@ -232,6 +233,7 @@ def _train(
     fallback: bool = True,
     cluster: str | None = None,
 ) -> Result:
+    require_torch()
     started = time.time()
     from meshwright.core.launch.job import make_job, run_in_this_process, start_ranks, torchrun_rendezvous_info
 
@@ -324,6 +326,7 @@ def train_with_fork_server(
     cluster: str | None = None,
 ) -> Result:
     """Trains on ranks that a fork server starts, so that this process does not import torch, for the command line."""
+    require_torch()
     folder = run_folder(run, default_name(config, entry_points))
     exporter = RunExporter(config.metrics, folder)
     fork_server = ForkServer(config, folder, fork, fallback, cluster, entry_points, accept_code)

@@ -26,9 +26,9 @@ def report(
 ) -> None:
     """Report: show measured step time, memory and communication next to their predictions, and explain the run."""
     from meshwright.base.user_code.entry_points import load_user_code
+    from meshwright.insight.api import report_run
     from meshwright.insight.report.report_text import report_json, show_report
     from meshwright.insight.report.written_reports import report_file, write_report
-    from meshwright.planner.api import report_run
 
     files = {
         option: report_file(run, names, option, default)

@@ -37,9 +37,9 @@ def launch_slurm(
     overrides: tuple[str, ...] = (),
 ) -> None:
     """Launch slurm: write a batch script with one supervisor per node, and submit it."""
-    from meshwright.core import api
+    from meshwright.ops.engines.slurm import launch_slurm as launch
 
-    launched = api.launch_slurm(
+    launched = launch(
         file,
         run,
         hosts=hosts,
@@ -82,9 +82,9 @@ def launch_kubernetes(
     overrides: tuple[str, ...] = (),
 ) -> None:
     """Launch kubernetes: write a JobSet or a TrainJob with one supervisor per pod, and apply it."""
-    from meshwright.core import api
+    from meshwright.ops.engines.kubernetes import launch_kubernetes as launch
 
-    launched = api.launch_kubernetes(
+    launched = launch(
         file,
         image,
         name=name,
@@ -120,9 +120,9 @@ def launch_ray(
     overrides: tuple[str, ...] = (),
 ) -> None:
     """Launch ray: write a script with one supervisor per node, and run it until the run is complete."""
-    from meshwright.core import api
+    from meshwright.ops.engines.ray_script import launch_ray as launch
 
-    launched = api.launch_ray(
+    launched = launch(
         file,
         run,
         hosts=hosts,

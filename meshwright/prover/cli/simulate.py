@@ -24,7 +24,7 @@ def simulate(
     from meshwright.base.models.initial_model import load_run_config
     from meshwright.base.topology.unsupported import validate
     from meshwright.base.user_code.entry_points import load_user_code
-    from meshwright.planner.api import simulate_run
+    from meshwright.prover.api import simulate_run
     from meshwright.prover.simulator.simulation_text import show
 
     config = load_run_config(file, overrides, ranks, own_model="model" in entry_points)

@@ -86,10 +86,10 @@ def show_overview(overview: dict[str, Any]) -> None:
     for name, text in lines.items():
         console.print(Text.assemble((f"{name:<12}", "bold"), printable(text)), soft_wrap=True)
     console.print()
-    from meshwright.base.cli.main import VERBS
+    from meshwright.base.cli.verbs import verbs
 
     for command, text in PLACES.items():
-        if command.removeprefix("meshwright ").partition(" --")[0] not in VERBS:
+        if command.removeprefix("meshwright ").partition(" --")[0] not in verbs():
             continue
         console.print(Text.assemble((f"{command:<31}", "cyan"), (text, "dim")), soft_wrap=True)
 

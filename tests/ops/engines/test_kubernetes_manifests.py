@@ -12,9 +12,9 @@ from pathlib import Path
 import pytest
 
 from meshwright.base.cli.main import main
-from meshwright.core.api import launch_kubernetes
 from meshwright.errors import ConfigError
 from meshwright.ops.engines.exit_codes import EXIT_CODES
+from meshwright.ops.engines.kubernetes import launch_kubernetes
 from meshwright.ops.engines.yaml_text import yaml_text
 from tests.ops.engines.engine_runs import write_run_file
 

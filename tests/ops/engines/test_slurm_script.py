@@ -17,10 +17,10 @@ from meshwright.base.cli.main import EXIT_CODES as EXIT_CODES_TEXT
 from meshwright.base.cli.main import main
 from meshwright.base.records.failures import FINAL_EXIT_CODES
 from meshwright.base.records.run_folder import RunFolder
-from meshwright.core.api import launch_slurm
 from meshwright.errors import ConfigError
 from meshwright.ops.engines.blamed_hosts import blamed_hosts
 from meshwright.ops.engines.exit_codes import EXIT_CODES, action_of
+from meshwright.ops.engines.slurm import launch_slurm
 from meshwright.ops.engines.slurm_exit import decide, end_of_start, exit_code_of_run, read_decisions
 from tests.ops.engines.engine_runs import write_run_file
 

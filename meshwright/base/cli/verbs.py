@@ -1,0 +1,96 @@
+"""The verbs: entry points of the group `meshwright.verbs`, those of the areas and those of other distributions.
+
+The dots in the name of an entry point are the spaces of its verb: `plan.schedule` is `meshwright plan schedule`. Its
+value is a function whose docstring is "Verb: summary" and whose signature declares the arguments, as `args.py` says.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+from functools import cache
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from itertools import groupby
+
+from meshwright.base.cli.args import Verb
+from meshwright.errors import ConfigError
+
+GROUP = "meshwright.verbs"
+AREAS = ("core", "planner", "insight", "prover", "rl", "ops")
+"""The areas that have verbs, in the order in which `--help` lists them; other packages follow."""
+DISTRIBUTIONS = {"practice": "meshwright-practice"}
+"""Verb -> the distribution that brings it, where this one does not."""
+
+
+@cache
+def verbs() -> dict[str, EntryPoint]:
+    """Verb -> its entry point. Verbs of Meshwright cannot be replaced by those of another distribution."""
+    found: dict[str, EntryPoint] = {}
+    for entry in sorted(entry_points(group=GROUP), key=position):
+        found.setdefault(entry.name.replace(".", " "), entry)
+    return found
+
+
+def package(entry: EntryPoint) -> str:
+    """The area of a verb, such as meshwright.planner, or the package of another distribution."""
+    parts = entry.module.split(".")
+    return ".".join(parts[:2]) if parts[0] == "meshwright" else parts[0]
+
+
+def position(entry: EntryPoint) -> tuple[int, str, bool, str]:
+    """Where a verb stands in the list: after its area, and a verb of one word before groups such as `checkpoint`."""
+    owner = package(entry)
+    area = owner.removeprefix("meshwright.")
+    return AREAS.index(area) if area in AREAS else len(AREAS), owner, "." in entry.name, entry.name
+
+
+def find_verb(args: list[str]) -> str:
+    """The verb that `args` start with; `plan schedule` takes precedence over `plan`."""
+    matches = (verb for verb in verbs() if args[: len(verb.split())] == verb.split())
+    name = max(matches, key=len, default=None)
+    if name is not None:
+        return name
+    if args[0] in DISTRIBUTIONS:
+        raise ConfigError(f"{args[0]} is not installed", f"try pip install {DISTRIBUTIONS[args[0]]}")
+    group = [verb for verb in verbs() if verb.startswith(f"{args[0]} ")]
+    close = difflib.get_close_matches(args[0], [verb.split()[0] for verb in verbs()], n=1)
+    suggestion = f"did you mean {close[0]}? " if close and not group else ""
+    raise ConfigError(
+        f"unknown verb {' '.join(args[:2])!r}", f"{suggestion}expected one of {', '.join(group or verbs())}"
+    )
+
+
+def load_verb(name: str) -> Verb:
+    """Imports the function of a verb."""
+    entry = verbs()[name]
+    if not is_present(package(entry)):
+        raise ConfigError(f"{name} is part of {package(entry)}, which is not installed", "try pip install meshwright")
+    verb: Verb = entry.load()
+    return verb
+
+
+def is_present(name: str) -> bool:
+    """Whether a package can be imported. An area may be left out of a copy of Meshwright."""
+    try:
+        import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+        return False
+    return True
+
+
+def summaries(names: Iterable[str]) -> list[str]:
+    """Returns one line per verb, with the summary from its docstring."""
+    return [f"  {name:<18} {(load_verb(name).__doc__ or '').partition(': ')[2].splitlines()[0]}" for name in names]
+
+
+def summaries_by_package() -> list[str]:
+    """Returns the summaries of all verbs under the name of the area, or of the other package, that has them."""
+    lines: list[str] = []
+    for owner, group in groupby(verbs(), key=lambda name: package(verbs()[name])):
+        present, names = is_present(owner), list(group)
+        purpose = (import_module(owner).__doc__ or "").splitlines()[0] if present else "not installed"
+        lines += ["", f"{owner}: {purpose}", *(summaries(names) if present else [f"  {name}" for name in names])]
+    return lines
