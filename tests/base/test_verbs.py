@@ -16,11 +16,11 @@ from meshwright.errors import ConfigError
 @pytest.fixture
 def installed(monkeypatch):
     """Installs entry points in addition to those of this environment."""
-    found = list(verbs.entry_points(group=verbs.GROUP))
+    found = list(verbs.extensions(verbs.GROUP))
 
     def install(**values: str) -> None:
         added = [EntryPoint(name.replace("_", "."), value, verbs.GROUP) for name, value in values.items()]
-        monkeypatch.setattr(verbs, "entry_points", lambda group: [*added, *found])
+        monkeypatch.setattr(verbs, "extensions", lambda group: [*added, *found])
         verbs.verbs.cache_clear()
 
     yield install
@@ -64,8 +64,8 @@ def test_verb_of_an_area_that_is_left_out_says_so(installed, monkeypatch, capsys
 
 
 def test_practice_without_its_distribution_names_it(installed, monkeypatch, capsys):
-    ours = [entry for entry in verbs.entry_points(group=verbs.GROUP) if entry.module.startswith("meshwright.")]
-    monkeypatch.setattr(verbs, "entry_points", lambda group: ours)
+    ours = [entry for entry in verbs.extensions(verbs.GROUP) if entry.module.startswith("meshwright.")]
+    monkeypatch.setattr(verbs, "extensions", lambda group: ours)
     verbs.verbs.cache_clear()
     assert "practice is not installed; try pip install meshwright-practice" in refused(["practice"], capsys)
 

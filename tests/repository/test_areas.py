@@ -18,13 +18,13 @@ MAX_LINES = {
 """The budget of each area. An area that needs more lines takes them from another one, in this table."""
 
 MAX_IMPORTED_LINES = {
-    "the trainer's loop": 47_900,
+    "the trainer's loop": 40_200,
     "the supervisor": 13_600,
     "saver and restore": 10_200,
     "the stream": 2_650,
     "diagnose of a trace": 2_850,
 }
-MAX_FORBIDDEN_IMPORTS = 88
+MAX_FORBIDDEN_IMPORTS = 87
 """Imports against the order of the areas that are left. The number only falls."""
 
 

@@ -10,10 +10,11 @@ import difflib
 from collections.abc import Iterable
 from functools import cache
 from importlib import import_module
-from importlib.metadata import EntryPoint, entry_points
+from importlib.metadata import EntryPoint
 from itertools import groupby
 
 from meshwright.base.cli.args import Verb
+from meshwright.base.extensions import extensions, is_present, package
 from meshwright.errors import ConfigError
 
 GROUP = "meshwright.verbs"
@@ -27,15 +28,9 @@ DISTRIBUTIONS = {"practice": "meshwright-practice"}
 def verbs() -> dict[str, EntryPoint]:
     """Verb -> its entry point. Verbs of Meshwright cannot be replaced by those of another distribution."""
     found: dict[str, EntryPoint] = {}
-    for entry in sorted(entry_points(group=GROUP), key=position):
+    for entry in sorted(extensions(GROUP), key=position):
         found.setdefault(entry.name.replace(".", " "), entry)
     return found
-
-
-def package(entry: EntryPoint) -> str:
-    """The area of a verb, such as meshwright.planner, or the package of another distribution."""
-    parts = entry.module.split(".")
-    return ".".join(parts[:2]) if parts[0] == "meshwright" else parts[0]
 
 
 def position(entry: EntryPoint) -> tuple[int, str, bool, str]:
@@ -68,17 +63,6 @@ def load_verb(name: str) -> Verb:
         raise ConfigError(f"{name} is part of {package(entry)}, which is not installed", "try pip install meshwright")
     verb: Verb = entry.load()
     return verb
-
-
-def is_present(name: str) -> bool:
-    """Whether a package can be imported. An area may be left out of a copy of Meshwright."""
-    try:
-        import_module(name)
-    except ModuleNotFoundError as error:
-        if error.name != name:
-            raise
-        return False
-    return True
 
 
 def summaries(names: Iterable[str]) -> list[str]:

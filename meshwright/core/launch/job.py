@@ -16,6 +16,7 @@ import torch
 from meshwright.base.config import RunConfig, fingerprint, identity, placement
 from meshwright.base.config.device_defaults import require_bf16, with_device_defaults
 from meshwright.base.environment import started_by_torchrun
+from meshwright.base.extensions import first_extension
 from meshwright.base.models.initial_model import take_initial_model
 from meshwright.base.models.registry import validate_family
 from meshwright.base.records.attempt_files import write_incident
@@ -50,6 +51,7 @@ from meshwright.core.trainer.callbacks.configured import run_callbacks
 from meshwright.core.trainer.identity import code_fingerprint
 from meshwright.core.trainer.job import Job
 from meshwright.core.trainer.loop import train_rank
+from meshwright.core.trainer.records.plan_recorder import PREDICTORS
 from meshwright.core.trainer.records.run_summary import RunSummary
 from meshwright.errors import ConfigError, MeshwrightError, PeerError, StoppedBySignal, describe_exception
 from meshwright.ops.engines.torchrun_elastic import follow_world_size
@@ -107,6 +109,7 @@ def make_job(
         weights=open_initial_weights(config, folder, custom),
         accept_code=accept_code,
         cluster=cluster,
+        predictor=first_extension(PREDICTORS),
         callbacks=run_callbacks(config, open_callbacks(user), custom is not None),
         update=update,
         rollouts=make_rollout_service(config, batch, folder, sources, custom, reward) if reward is not None else None,

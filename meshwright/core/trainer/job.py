@@ -25,6 +25,7 @@ from meshwright.core.weights.initial import InitialWeights
 from meshwright.rl.service.service import RolloutService
 
 if TYPE_CHECKING:
+    from meshwright.core.trainer.records.plan_recorder import Predictor
     from meshwright.core.trainer.step import StepOutcome
 
 
@@ -71,6 +72,8 @@ class Job:
     """whether the run continues although the code of its custom model changed"""
     cluster: str | None = None
     """the cluster that the step time is predicted for; by default this machine, if it was measured"""
+    predictor: Predictor | None = None
+    """predicts the run; None: nothing is predicted"""
     listener: Callable[[Event], None] | None = None
     block_sizes: BlockSizes = BLOCK_SIZES
     first_step: int = 0

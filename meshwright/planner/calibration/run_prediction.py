@@ -56,14 +56,14 @@ class RunPrediction:
     uncorrected: Estimate | None = None
     """the estimate before correction, if the run is on this machine and the machine was measured"""
 
-    def save_measurement(self, seconds: float, tensors: float | None) -> CalibrationRecord | None:
+    def save_measurement(self, seconds: float, tensors: float | None) -> dict[str, Any] | None:
         """Appends the median step time and the peak tensor bytes of rank 0 to the calibration log."""
         if self.uncorrected is None:
             return None
         memory = (self.uncorrected.memory_by_rank[0].tensors, tensors) if tensors else None
         record = CalibrationRecord.from_job(self.uncorrected.job, (self.uncorrected.seconds, seconds), memory)
         append_record(record)
-        return record
+        return asdict(record)
 
 
 def predict_run(

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import dataclass, field
 from functools import partial
 from statistics import median
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, Protocol
 
 from meshwright.base.io import write_json
 from meshwright.base.models.traced_model import TracedModel
@@ -16,13 +17,53 @@ from meshwright.core.parallel.world import World
 from meshwright.core.trainer.records.start_record import device_name
 from meshwright.core.trainer.records.trace_custom_model import trace_run
 from meshwright.errors import ConfigError
-from meshwright.planner.calibration.run_prediction import predict_run
 
 if TYPE_CHECKING:
+    from meshwright.base.config import RunConfig
     from meshwright.core.trainer.job import Job
 
 MIN_STEPS = 10
 """Timed steps that a run needs to enter the calibration."""
+
+
+PREDICTORS = "meshwright.predictors"
+"""The group of the extensions that predict runs; the planner is one."""
+
+
+class Prediction(Protocol):
+    """The prediction of a run."""
+
+    @property
+    def record(self) -> dict[str, Any]:
+        """The content of plan.json."""
+
+    def save_measurement(self, seconds: float, tensors: float | None) -> dict[str, Any] | None:
+        """Keeps the median step time and the peak tensor bytes of rank 0 for later predictions, and returns what it
+        keeps.
+        """
+
+
+class Predictor(Protocol):
+    """Predicts a run before its first step. An error in the prediction is noted in its record and not raised."""
+
+    def __call__(
+        self,
+        config: RunConfig,
+        attempt: int,
+        device: str,
+        cluster: str | None,
+        trace: Callable[[], TracedModel] | None,
+    ) -> Prediction: ...
+
+
+@dataclass(frozen=True)
+class NoPrediction:
+    """What there is without a predictor."""
+
+    record: dict[str, Any] = field(default_factory=lambda: {"notes": ["no prediction: the planner is not installed"]})
+
+    def save_measurement(self, seconds: float, tensors: float | None) -> None:
+        """There is no prediction to correct."""
 
 
 def trace_job(job: Job) -> TracedModel:
@@ -40,7 +81,9 @@ class PlanRecorder:
         """the largest peak of live tensor bytes that was counted"""
         if self.is_recorder:
             trace = partial(trace_job, job) if job.custom is not None else None
-            self.prediction = predict_run(job.config, job.attempt, device_name(world.device), job.cluster, trace)
+            self.prediction: Prediction = NoPrediction()
+            if job.predictor is not None:
+                self.prediction = job.predictor(job.config, job.attempt, device_name(world.device), job.cluster, trace)
             with suppress(OSError):
                 write_json(job.folder.plan_file, self.prediction.record)
 
@@ -55,4 +98,4 @@ class PlanRecorder:
             return
         with suppress(OSError, ConfigError):
             if (record := self.prediction.save_measurement(median(seconds), self.peak)) is not None:
-                log.write("calibrated", steps=len(seconds), **asdict(record))
+                log.write("calibrated", steps=len(seconds), **record)

@@ -1,0 +1,34 @@
+"""Extensions: what an area, or another distribution, adds to Meshwright by an entry point of a group. Torch-free."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import EntryPoint, entry_points
+from typing import Any
+
+
+def extensions(group: str) -> list[EntryPoint]:
+    """The entry points of a group, those of Meshwright first."""
+    return sorted(entry_points(group=group), key=lambda entry: (not entry.module.startswith("meshwright."), entry.name))
+
+
+def package(entry: EntryPoint) -> str:
+    """The area of an extension, such as meshwright.planner, or the package of another distribution."""
+    parts = entry.module.split(".")
+    return ".".join(parts[:2]) if parts[0] == "meshwright" else parts[0]
+
+
+def is_present(name: str) -> bool:
+    """Whether a package can be imported. An area may be left out of a copy of Meshwright."""
+    try:
+        import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name != name:
+            raise
+        return False
+    return True
+
+
+def first_extension(group: str) -> Any | None:
+    """Imports the first extension of a group that is there, or returns None."""
+    return next((entry.load() for entry in extensions(group) if is_present(package(entry))), None)
