@@ -48,7 +48,7 @@ check: .venv/.dev
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-logo
-	$(BIN)/python -m pytest tests/repository -k "file or package or class or retired or version"
+	$(BIN)/python -m pytest tests/repository -k "file or package or class or retired or version or area"
 
 # The site, in site/. A broken link, a stale figure or an asset of another server is an error.
 docs: .venv/.docs

@@ -21,7 +21,7 @@ MAX_IMPORTED_LINES = {
     "the trainer's loop": 40_200,
     "the supervisor": 13_600,
     "saver and restore": 10_200,
-    "the stream": 2_650,
+    "the stream": 700,
     "diagnose of a trace": 2_850,
 }
 MAX_FORBIDDEN_IMPORTS = 87

@@ -2,7 +2,7 @@
 
 from meshwright.base.block_sizes import BLOCK_SIZES, BlockSizes
 from meshwright.base.config.batch import Batch, derive_batch
-from meshwright.base.config.constraints import IGNORE_INDEX, MAX_GLOBAL_BATCH
+from meshwright.base.config.constraints import IGNORE_INDEX
 from meshwright.base.config.data import DataConfig, SourceConfig
 from meshwright.base.config.fingerprint import fingerprint, identity, placement
 from meshwright.base.config.model import LoraConfig, ModelConfig
@@ -38,7 +38,6 @@ from meshwright.base.config.run_config import (
 __all__ = [
     "BLOCK_SIZES",
     "IGNORE_INDEX",
-    "MAX_GLOBAL_BATCH",
     "PRESETS",
     "ActivationCheckpointConfig",
     "Batch",

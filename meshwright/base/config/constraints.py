@@ -41,9 +41,6 @@ ENTRY_POINT = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)*:[^\W\d]\w*(\.[^\W\d]\w*)*")
 """MODULE:NAME, both of which may be dotted."""
 IGNORE_INDEX = -100
 """Label of a token that is excluded from the loss, in data and loss alike (the default of torch's cross_entropy)."""
-
-MAX_GLOBAL_BATCH = 1 << 24
-"""Limit of samples per optimizer step: their ids are in memory at the same time."""
 PositiveInt = Annotated[int, Range(minimum=1, maximum=1 << 31)]
 NonNegativeInt = Annotated[int, Range(minimum=0, maximum=1 << 48)]
 PositiveFloat = Annotated[float, Range(above=0, maximum=1e12)]

@@ -12,7 +12,6 @@ from typing import Annotated, Literal
 
 from meshwright.base.config.constraints import (
     ENTRY_POINT,
-    MAX_GLOBAL_BATCH,
     PLACEMENT,
     NonNegativeInt,
     PositiveFloat,
@@ -35,6 +34,7 @@ from meshwright.base.config.parallelism import (
     PipelineConfig,
 )
 from meshwright.base.config.rl import RLConfig
+from meshwright.base.limits import MAX_GLOBAL_BATCH
 from meshwright.errors import ConfigError
 
 

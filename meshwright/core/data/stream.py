@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 
-from meshwright.base.config import MAX_GLOBAL_BATCH
+from meshwright.base.limits import MAX_GLOBAL_BATCH
 from meshwright.core.data.permutation import MAX_LENGTH, Permutation, Positions
 from meshwright.errors import DataError
 
