@@ -4,22 +4,25 @@ from __future__ import annotations
 
 import dataclasses
 import re
+from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from meshwright.base.io import open_regular_file, read_json, write_json
-from meshwright.base.records.events import read_events
 from meshwright.base.records.failures import FINAL_EXIT_CODES, HOST_LOST, Failure
 from meshwright.base.records.heartbeat import HeartbeatReading, read_heartbeat
 from meshwright.base.records.phases import PHASES, STEP_PHASES
 from meshwright.base.records.run_folder import RunFolder
-from meshwright.core.data.sample_lookup import open_sample_lookup
 from meshwright.errors import MeshwrightError, PeerError
 
 PHASES_WITHOUT_SAMPLES = tuple(phase for phase in PHASES if phase not in STEP_PHASES or phase == "update")
 """Phases whose outcome does not depend on the samples of the step."""
+SamplesInStep = Callable[[RunFolder, int, int], list[int]]
+"""Run folder, step and rank -> the ids of the samples that the rank trained on in the step."""
+NO_SAMPLES: SamplesInStep = lambda *_: []  # noqa: E731
+"""Of a program whose stream is not known."""
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,12 @@ def read_heartbeats(folder: RunFolder, attempt: int) -> dict[int, HeartbeatReadi
 
 
 def build_incident(
-    folder: RunFolder, attempt: int, cause: Failure, checkpoint_step: int, heartbeats: dict[int, HeartbeatReading]
+    folder: RunFolder,
+    attempt: int,
+    cause: Failure,
+    checkpoint_step: int,
+    heartbeats: dict[int, HeartbeatReading],
+    samples_in_step: SamplesInStep = NO_SAMPLES,
 ) -> Incident:
     """The incident of a failed attempt, from the root cause and from the last heartbeats of the ranks."""
     heartbeat = heartbeats.get(cause.rank)
@@ -147,24 +155,6 @@ def tail_lines(log: Path, count: int = 15) -> list[str]:
             return file.read().decode(errors="replace").splitlines()[-count:]
     except OSError:
         return []
-
-
-def samples_in_step(folder: RunFolder, step: int, rank: int) -> list[int]:
-    """The sample ids of a rank in a step: a function of the run's config, or the recorded prompts of its rollouts."""
-    try:
-        if read_json(folder.identity_file)["identity"].get("rl.objective", "none") != "none":
-            return prompts_in_step(folder, step)
-        return [int(sample) for sample in open_sample_lookup(folder.root).show(step, rank)["samples"]]
-    except (MeshwrightError, ValueError, KeyError, TypeError, AttributeError, OSError):
-        return []
-
-
-def prompts_in_step(folder: RunFolder, step: int) -> list[int]:
-    """The sample ids of the prompts whose rollouts a step trains on, as its last attempt has recorded them."""
-    steps = [
-        event for event in read_events(folder.events(0)) if (event["kind"], event.get("step")) == ("rollouts", step)
-    ]
-    return [int(prompt) for _, _, prompt in steps[-1]["groups"]] if steps else []
 
 
 def assign_verdict(incident: Incident, history: list[Incident]) -> Incident:

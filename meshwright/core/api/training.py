@@ -26,6 +26,7 @@ from meshwright.base.user_code.user_code import UserCode
 from meshwright.core.api.run_location import PushingLauncher, default_name, open_pusher, relative_path, run_folder
 from meshwright.core.api.snapshot_keeper import snapshot_keeper
 from meshwright.core.channel import read_secret
+from meshwright.core.data.sample_lookup import samples_in_step
 from meshwright.core.launch.fork_server import ForkServer
 from meshwright.core.recover.hosts.hosts_policy import hosts_policy
 from meshwright.core.recover.hosts.supervise_hosts import supervise_hosts
@@ -278,6 +279,7 @@ def _train(
             fresh=fresh,
             command_started=started,
             on_give_up=give_up,
+            samples_in_step=samples_in_step,
         )
         return make_result(folder, summary, module)
 
@@ -340,6 +342,7 @@ def train_with_fork_server(
         give_up = partial(report_incidents, config, folder, partial(load_callbacks, config, entry_points))
         started, close = process_start_time(), fork_server.close
         options: dict[str, Any] = {"command_started": started, "on_give_up": give_up, "close": close}
+        options["samples_in_step"] = samples_in_step
         if config.launch.hosts > 1:
             policy = hosts_policy(config, "model" in entry_points)
             require_preflight(config, folder, cluster)

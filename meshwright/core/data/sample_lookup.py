@@ -14,13 +14,14 @@ from typing import Any
 from meshwright.base.config import Batch, BatchConfig, RunConfig, config_from_dict, derive_batch
 from meshwright.base.io import read_json
 from meshwright.base.models.initial_model import load_run_config
+from meshwright.base.records.events import read_events
 from meshwright.base.records.run_folder import RunFolder
 from meshwright.base.topology.layout import Layout
 from meshwright.base.topology.unsupported import validate
 from meshwright.core.data.file_sources import open_sources
 from meshwright.core.data.source import Source
 from meshwright.core.data.stream import Stream
-from meshwright.errors import ConfigError
+from meshwright.errors import ConfigError, MeshwrightError
 
 MAX_EPOCHS = 1000
 """The largest number of epochs that `SampleLookup.find` accepts."""
@@ -121,3 +122,23 @@ def build_stream(config: RunConfig, sources: Sequence[Source]) -> Stream:
     weights = [source.weight for source in config.data.mixture] or [1.0]
     lengths = [len(source) for source in sources]
     return Stream.from_lengths(config.seed, config.batch.global_, lengths, weights, config.eval.holdout)
+
+
+def samples_in_step(folder: RunFolder, step: int, rank: int) -> list[int]:
+    """The sample ids of a rank in a step of a run: a function of its config, or the recorded prompts of its rollouts.
+    Without readable records there are none.
+    """
+    try:
+        if read_json(folder.identity_file)["identity"].get("rl.objective", "none") != "none":
+            return prompts_in_step(folder, step)
+        return [int(sample) for sample in open_sample_lookup(folder.root).show(step, rank)["samples"]]
+    except (MeshwrightError, ValueError, KeyError, TypeError, AttributeError, OSError):
+        return []
+
+
+def prompts_in_step(folder: RunFolder, step: int) -> list[int]:
+    """The sample ids of the prompts whose rollouts a step trains on, as its last attempt has recorded them."""
+    steps = [
+        event for event in read_events(folder.events(0)) if (event["kind"], event.get("step")) == ("rollouts", step)
+    ]
+    return [int(prompt) for _, _, prompt in steps[-1]["groups"]] if steps else []

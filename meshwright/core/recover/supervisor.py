@@ -23,7 +23,15 @@ from meshwright.base.records.attempt_files import has_ended, write_incident
 from meshwright.base.records.events import EventLog
 from meshwright.base.records.failures import FINAL_EXIT_CODES, AttemptResized, RanksFailed
 from meshwright.base.records.heartbeat import HeartbeatReading
-from meshwright.base.records.incidents import Incident, assign_verdict, build_incident, read_heartbeats, read_incidents
+from meshwright.base.records.incidents import (
+    NO_SAMPLES,
+    Incident,
+    SamplesInStep,
+    assign_verdict,
+    build_incident,
+    read_heartbeats,
+    read_incidents,
+)
 from meshwright.base.records.run_folder import RunFolder
 from meshwright.core.recover.lease import Lease, acquire_lease, acquire_next_lease
 from meshwright.core.recover.running_ranks import RunningRanks, StartAttempt, Viewer
@@ -50,13 +58,15 @@ def supervise(
     command_started: float | None = None,
     on_give_up: Callable[[int], None] = lambda _attempt: None,
     close: Callable[[], None] = lambda: None,
+    samples_in_step: SamplesInStep = NO_SAMPLES,
 ) -> Any:
     """Runs a job to its end and returns its summary. After a failure the whole job restarts from the newest checkpoint,
     at most `launch.restarts` times in a row without publishing a new checkpoint. A job that completes in spite of a
     signal returns, unless `raise_on_signal` is set. `command_started` is the Unix time at which the user started the
     command, which is recorded; by default the present time. `on_give_up` gets the number of the last attempt of a job
-    that ends with a failure, and `close` ends what has started the ranks. A job on several hosts has acquired its
-    `lease` already, and collects signals of all hosts in `received`.
+    that ends with a failure, and `close` ends what has started the ranks. `samples_in_step` finds the samples that an
+    incident names. A job on several hosts has acquired its `lease` already, and collects signals of all hosts in
+    `received`.
     """
     command_started = time.time() if command_started is None else command_started
     lease = lease or acquire_lease(folder, fresh=fresh)
@@ -64,7 +74,9 @@ def supervise(
         with received_signals() if received is None else nullcontext(received) as received:
             try:
                 report = report or warn
-                summary = run_attempts(folder, launch, lease, start, make_viewer, report, received, command_started)
+                summary = run_attempts(
+                    folder, launch, lease, start, make_viewer, report, received, command_started, samples_in_step
+                )
             except MeshwrightError:
                 on_give_up(folder.last_attempt())
                 raise
@@ -110,13 +122,14 @@ def run_attempts(
     report: Callable[[str], None],
     received: list[int],
     command_started: float,
+    samples_in_step: SamplesInStep,
 ) -> Any:
     """Runs attempts until one completes the job, and returns its summary. `received` collects signals."""
     restart = lease.restart
     history, restarts_without_progress = earlier_attempts(folder, lease)
     while True:
         record_lost_attempts(folder, lease.attempt)
-        attempt = Attempt(folder, launch, lease, start, make_viewer, received)
+        attempt = Attempt(folder, launch, lease, start, make_viewer, received, samples_in_step)
         try:
             summary = attempt.run(restart, command_started)
             lease.raise_if_lost()
@@ -202,6 +215,7 @@ class Attempt:
     make_viewer: Callable[[int], Viewer]
     received: list[int]
     """The signals that the job has received."""
+    samples_in_step: SamplesInStep
     hang: Hang | None = None
     signal_number: int = 0
     """The signal that asked the job to stop, or 0."""
@@ -326,7 +340,9 @@ class Attempt:
             failed.exit_code = cause.exit_code
         heartbeats = self.hang.heartbeats if self.hang is not None else self.ranks.read_heartbeats()
         checkpoint_step = newest_checkpoint_step(self.folder)
-        incident = build_incident(self.folder, self.lease.attempt, cause, checkpoint_step, heartbeats)
+        incident = build_incident(
+            self.folder, self.lease.attempt, cause, checkpoint_step, heartbeats, self.samples_in_step
+        )
         if self.hang is not None:
             incident = replace(incident, outcome="hang")
         elif (mismatch := find_collective_mismatch(heartbeats)) is not None:
