@@ -70,6 +70,42 @@ def test_diverging_learning_rate_is_named_with_a_lower_one(run):
     assert finding.change.settings == ("optimizer.lr = 0.04",)
 
 
+@pytest.mark.parametrize(
+    ("rates", "times", "suggested"),
+    [
+        (
+            [3e-4] * 19 + [9e-3] + [3e-4] * 30,
+            ", 30 times optimizer.lr by the schedule,",
+            3e-5,
+        ),  # one step of a schedule
+        ([3e-4] * 15 + [3e-5] * 35, "", 1.5e-5),  # it has decayed
+    ],
+)
+def test_suggested_learning_rate_is_below_the_one_in_effect_and_the_setting(run, rates, times, suggested):
+    """A schedule gives a multiple of optimizer.lr at every step."""
+    run.folder.run_file.write_text("[optimizer]\nlr = 3e-4\n")
+    run.begin()
+    run.steps(0, [*noisy(20), *noisy(30, 60.0, 10.0)], lr=rates)
+    run.end()
+    (finding,) = numerics.find(run.history())
+    assert (finding.variant, finding.step) == ("divergence", 20)
+    assert f"the learning rate {max(rates[15:21]):.3g}{times} is too high" in finding.sentence
+    assert finding.change.settings == (f"optimizer.lr = {suggested}",)
+
+
+def test_loss_spike_names_the_schedule_that_raises_the_learning_rate(run):
+    run.begin()
+    run.steps(
+        0, [7.5 if step == 33 else loss for step, loss in enumerate(noisy(60))], lr=[3e-4] * 32 + [9e-3] + [3e-4] * 27
+    )
+    run.end()
+    (finding,) = numerics.find(run.history())
+    assert (finding.variant, finding.step) == ("loss spike", 33)
+    assert finding.change.action.startswith(
+        "the schedule raises the learning rate from 0.0003 to 0.009 there; replay of"
+    )
+
+
 def test_loss_that_grows_until_it_is_not_finite_has_diverged_and_is_no_crash(run):
     run.begin()
     run.steps(0, [5.5, 60.0, 4000.0, None])
