@@ -68,10 +68,11 @@ class Incident:
 
     @property
     def mismatch(self) -> str:
-        """What the message or the log says of ranks that entered different collectives, or ''. Whatever then ended the
-        attempt is a consequence.
+        """What the message or the log of a failure says of ranks that entered different collectives, or ''. Whatever
+        then ended the attempt is a consequence.
         """
-        return next((line for line in (self.message, *self.log_tail) if MISMATCH.search(line)), "")
+        lines = (self.message, *self.log_tail) if self.outcome in ("failed", "hang") else ()
+        return next(filter(MISMATCH.search, lines), "")
 
     @property
     def killed_externally(self) -> bool:

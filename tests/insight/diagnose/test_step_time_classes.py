@@ -57,6 +57,7 @@ def test_one_slow_sample_in_37_on_four_ranks_is_data_bound(run, seed):
     assert (first.cause, first.variant, first.phase) == ("data", "random stalls", "fetch")
     assert f"in {len(stalled)} of 58 steps" in first.sentence
     assert first.share == pytest.approx(0.2 * len(stalled) / (0.1 * 58 + 0.2 * len(stalled)))
+    assert first.change.predicted_seconds == pytest.approx(0.1)
     assert first.change.settings == ("data.workers = 2",)
 
 

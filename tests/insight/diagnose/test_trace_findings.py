@@ -69,6 +69,15 @@ def test_time_that_no_cause_explains_is_not_judged(tmp_path: Path) -> None:
     assert diagnosis.findings[0].share_text == "56% of the time is not explained"
 
 
+def test_time_that_no_cause_explains_follows_what_was_found(tmp_path: Path) -> None:
+    def step(trace: TraceBuilder, begin: float) -> None:
+        trace.add("user_annotation", LOADER, begin, 900)
+        compute(trace, begin + 1000, begin + 4000)
+        trace.kernel("Memcpy HtoD", begin + 4000, 6000, launch=begin + 950)
+
+    assert [one.cause for one in diagnose(tmp_path, make_trace(step)).findings] == ["data", "not judged"]
+
+
 @pytest.mark.parametrize("device", [True, False])
 def test_trace_without_device_events_is_never_healthy(tmp_path: Path, device: bool) -> None:
     """Of a program that uses a device, the operators of the host show no cause at all."""

@@ -27,7 +27,7 @@ def test_evaluation_every_second_step_is_not_judged(run):
     job.gap = lambda _rank, _step: 0.00536
     finding = diagnose(job)
     assert finding.sentence == ("not judged: 44% of the time is between steps (evaluation 41%, records and logging 3%)")
-    assert (finding.cause, finding.variant, finding.confidence) == ("not judged", "between steps", "high")
+    assert (finding.cause, finding.variant, finding.confidence) == ("not judged", "between steps", "medium")
     assert finding.share == pytest.approx(0.44, abs=1e-3)
     assert finding.rank is None
     assert [figure.figure for figure in finding.evidence] == ["evaluation, per step", "records and logging, per step"]

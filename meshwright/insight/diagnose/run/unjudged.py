@@ -24,8 +24,8 @@ NEXT = {
     WAITS: "no rank is behind in most steps or at a period: look for other processes on the hosts, and at the samples",
 }
 """Part of the time -> what to do about it."""
-WAIT_CAUSES = ("straggler", "data", "bubble", "experts")
-"""Causes that explain why ranks wait for another one."""
+WAIT_CAUSES, WAIT_VARIANTS = ("straggler", "experts"), ("random stalls", "imbalance")
+"""Causes, and kinds of other causes, that explain why ranks wait for another one."""
 OWN_RATIO = 2.0
 """A rank is named if it takes this many times as long between steps as the others typically do."""
 
@@ -68,9 +68,9 @@ def find_unjudged(history: RunHistory, steps: TimedSteps, found: Sequence[Findin
         parts.pop("saves")
     between = sum(parts.values()) / total
     behind = float(np.maximum(0.0, steps.above_peers(periods.local)).max(axis=0).sum())
-    in_steps = float(steps.seconds.mean(axis=0).sum()) / total
-    explained = sum(one.share for one in found if one.cause in WAIT_CAUSES) * min(1.0, in_steps)
-    waits = max(0.0, behind / total - explained)
+    in_steps = 1 - float(periods.gap.mean(axis=0).sum()) / total  # the shares of findings are those of the step time
+    explained = sum(one.share for one in found if one.cause in WAIT_CAUSES or one.variant in WAIT_VARIANTS)
+    waits = max(0.0, behind / total - explained * in_steps)
     if between + waits <= UNJUDGED_SHARE:
         return
     shares = {name: seconds / total for name, seconds in parts.items()}
@@ -88,7 +88,9 @@ def find_unjudged(history: RunHistory, steps: TimedSteps, found: Sequence[Findin
         "waits" if largest == WAITS else "between steps",
         f"not judged: {'; '.join(sentences)}",
         between + waits,
-        "low" if largest == WAITS else "high" if count >= 20 else "medium",  # waits come with a busy machine, too
+        "low"
+        if largest == WAITS
+        else "medium",  # the place is known, the cause is not; a busy machine makes ranks wait
         rank=rank,
         evidence=tuple(
             MeasuredFigure(f"{name}, per step", share * total / count, "s", total / count, "step and what precedes it")

@@ -94,8 +94,8 @@ def diagnose_traces(paths: Sequence[Path]) -> TraceDiagnosis:
     ranks.sort(key=lambda rank: rank.rank)
     if any(not rank.is_judged for rank in ranks):
         found = []  # durations of the host say nothing about a device, and nothing about the other ranks
-    found += find_unjudged(ranks, found)
     found.sort(key=weight, reverse=True)
+    found += find_unjudged(ranks, found)
     return TraceDiagnosis(found or [healthy(ranks)], ranks)
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 
@@ -46,7 +47,7 @@ def find(history: RunHistory) -> Iterator[Finding]:
                 ),
                 MeasuredFigure("steps with a stall", float(count), "count", float(len(fetch)), "all steps"),
             ),
-            change=change,
+            change=replace(change, predicted_seconds=(total - lost) / len(fetch), predicted_by="measured share"),
             check="meshwright diagnose RUN --try",
         )
     if share < LIMITING_SHARE:
