@@ -24,6 +24,12 @@ SamplesInStep = Callable[[RunFolder, int, int], list[int]]
 NO_SAMPLES: SamplesInStep = lambda *_: []  # noqa: E731
 """Of a program whose stream is not known."""
 
+MISMATCH = re.compile(
+    r"ranks entered different collectives|mismatch between collectives|distributed collective mismatch"
+    r"|op\.preamble\.length <= op\.nbytes"
+)
+"""What the watchdog, torch and Gloo write when ranks have entered different collectives."""
+
 
 @dataclass(frozen=True)
 class Incident:
@@ -64,9 +70,18 @@ class Incident:
         return f"at step {self.step}" if self.step is not None else "before the first step"
 
     @property
+    def mismatch(self) -> str:
+        """What the message or the log of a failure says of ranks that entered different collectives, or ''. Whatever
+        then ended the attempt is a consequence.
+        """
+        lines = (self.message, *self.log_tail) if self.outcome in ("failed", "hang") else ()
+        return next(filter(MISMATCH.search, lines), "")
+
+    @property
     def killed_externally(self) -> bool:
         """Whether another process (a user, the OOM killer, a scheduler) killed the rank."""
-        return self.outcome == "failed" and ("(SIGKILL)" in self.message or "(SIGTERM)" in self.message)
+        killed = "(SIGKILL)" in self.message or "(SIGTERM)" in self.message
+        return self.outcome == "failed" and killed and not self.mismatch
 
     @property
     def lost_peer(self) -> bool:
@@ -172,7 +187,9 @@ def assign_verdict(incident: Incident, history: list[Incident]) -> Incident:
     repeated = repeated and bool(incident.samples or not incident.killed_externally) and not incident.lost_peer
     if not repeated:
         verdict = (
-            "infrastructure" if any(previous.step != incident.step for previous in failed[-1:]) else "first failure"
+            "infrastructure"
+            if any(previous.step != incident.step for previous in failed[-1:]) and not incident.mismatch
+            else "first failure"
         )
         recommendation = (
             "repeat the command after the error is corrected"

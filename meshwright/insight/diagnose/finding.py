@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal
 
+from meshwright.base.io import format_percent
+
 CAUSES = {
     "healthy": "nothing limits the run that a change of its settings would improve",
+    "not judged": "time goes where no class of causes looks, or the records do not show where",
     "communication": "the ranks wait for collectives: which one, on which axis, and why it is exposed",
     "bubble": "pipeline stages idle: fill and drain of the schedule, or a stage that takes longer than the others",
     "device": "the device is under-used: small kernels, a host that launches too slowly, or shapes that do not fit it",
@@ -28,6 +31,8 @@ BROKEN = ("hang", "crash", "numerics", "replay")
 
 LIMITING_SHARE = 0.03
 """Share of the step time that a cause must take to be reported as limiting."""
+UNJUDGED_SHARE = 0.1
+"""Share of the time that no class of causes explains above which a run is not judged; it is never called healthy."""
 Confidence = Literal["high", "medium", "low"]
 CONFIDENCE_WEIGHTS: dict[Confidence, float] = {"high": 1.0, "medium": 0.7, "low": 0.4}
 """How much of a finding's share counts when findings are put in order."""
@@ -72,7 +77,8 @@ class Finding:
     sentence: str
     """the verdict in one sentence that names rank, step and phase where they are known"""
     share: float
-    """fraction of the step time (for a crash or a hang, of the run's time) that the change can win back"""
+    """fraction of the step time (for a crash or a hang, of the run's time) that the change can win back; of the cause
+    "not judged", the fraction that is not explained"""
     confidence: Confidence
     rank: int | None = None
     step: int | None = None
@@ -87,6 +93,12 @@ class Finding:
 
     def __post_init__(self) -> None:
         assert self.cause in CAUSES, self.cause
+
+    @property
+    def share_text(self) -> str:
+        """What the share means, in words; empty if there is none."""
+        meaning = "is not explained" if self.cause == "not judged" else "to win"
+        return f"{format_percent(self.share)} of the time {meaning}" if self.share > 0 else ""
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self)

@@ -66,7 +66,7 @@ def heading(finding: Finding) -> Text:
     style = "bold green" if finding.cause == "healthy" else "bold red" if finding.cause in BROKEN else "bold yellow"
     text = Text().append(printable(finding.cause + (f": {finding.variant}" if finding.variant else "")), style)
     if finding.share:
-        text.append(f"   {format_percent(finding.share)} of the time to win, {finding.confidence} confidence", "dim")
+        text.append(f"   {finding.share_text}, {finding.confidence} confidence", "dim")
     return text
 
 
@@ -125,6 +125,9 @@ def breakdown_table(ranks: Sequence[RankDiagnosis]) -> Table:
             for cause, seconds in causes
             if parts.share(seconds) >= 0.01
         )
+        if not rank.is_judged:
+            table.add_row(str(rank.rank), format_seconds(parts.seconds), *"-----", Text("not judged", "dim"))
+            continue
         shares = (parts.compute, parts.exposed, parts.memory, parts.idle)
         table.add_row(
             str(rank.rank),

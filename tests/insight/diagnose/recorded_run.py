@@ -7,10 +7,17 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from meshwright.base.history.run_history import RunHistory
 from meshwright.base.records.run_folder import RunFolder
 
 STEP_SECONDS = 0.1
+
+
+def noisy(steps: int, level: float = 5.0, noise: float = 0.02, seed: int = 0) -> list[float]:
+    """Losses at one level."""
+    return (level + noise * np.random.default_rng(seed).standard_normal(steps)).tolist()
 
 
 class RecordedRun:

@@ -31,6 +31,8 @@ class SyntheticRun:
         self.phases: Callable[[int, int], dict[str, float]] = lambda _rank, _step: {}
         self.waits: Callable[[int, int], dict[str, float]] = lambda _rank, _step: {}
         self.outside: Callable[[int, int], dict[str, float]] = lambda _rank, _step: {}
+        self.gap: Callable[[int, int], float] = lambda _rank, _step: 0.0
+        """seconds between two steps that no phase has"""
         self.fields: Callable[[int, int], dict[str, Any]] = lambda _rank, _step: {}
         self.communication: dict[str, Any] = {}
         self.other_events: list[dict[str, Any]] = []
@@ -41,7 +43,7 @@ class SyntheticRun:
             now = 1001.0
             for step in range(self.steps):
                 outside = self.outside(rank, step)
-                now += sum(outside.values())
+                now += sum(outside.values()) + self.gap(rank, step)
                 phases = dict.fromkeys(STEP_PHASES, 0.0) | TYPICAL | self.phases(rank, step)
                 waits, seconds = self.waits(rank, step), sum(phases.values())
                 exposed = phases["sync"] + sum(waits.values())

@@ -22,7 +22,8 @@ class TraceBuilder:
     def __init__(self, rank: int | None = 0, *, device: bool = True, **header: Any) -> None:
         self.header: dict[str, Any] = {"schemaVersion": 1, "deviceProperties": DEVICE if device else []} | header
         if rank is not None:
-            self.header["distributedInfo"] = {"backend": "nccl", "rank": rank, "world_size": 8}
+            backend = "nccl" if device else "gloo"
+            self.header["distributedInfo"] = {"backend": backend, "rank": rank, "world_size": 8}
         self.events: list[dict[str, Any]] = []
         self.correlation = 0
 
@@ -66,6 +67,34 @@ class TraceBuilder:
         return path
 
 
+class RocmTraceBuilder(TraceBuilder):
+    """Writes what roctracer records: the call that launches a kernel begins with its name, and one that copies ends
+    with text.
+    """
+
+    def kernel(
+        self,
+        name: str,
+        start: float,
+        duration: float,
+        launch: float | None = None,
+        stream: int = COMPUTE_STREAM,
+        **args: Any,
+    ) -> None:
+        self.correlation += 1
+        launch, link = start - 5 if launch is None else launch, {"correlation": self.correlation}
+        place = {"device": 2, "stream": stream}
+        if name.startswith("Memcpy"):
+            ends = {"src": "0x7f12", "dst": "0x7f56", "bytes": "4096", "kind": "1"}
+            self.add("cuda_runtime", "hipMemcpyAsync", launch, 4, cid=61, **link, **ends)
+            self.add("gpu_memcpy", name, start, duration, stream, **place, **link, kind="HtoD", **args)
+            return
+        shape = {"grid": [1, 40, 1], "block": [256, 1, 1]}
+        call = {"External id": 45, "kernel": f'void at::native::{name}<"{{", 2>(char*, int)', "cid": 107, **link}
+        self.add("cuda_runtime", "hipLaunchKernel", launch, 4, **call, **shape, **{"shared memory": 0})
+        self.add("kernel", name, start, duration, stream, **place, **link, kind="Dispatch Kernel", **shape, **args)
+
+
 def kineto(document: dict[str, Any], lines: str) -> str:
     """Text as Kineto writes it: `lines` stands between the keys of an event."""
 
@@ -95,9 +124,11 @@ LAYOUTS = {
 """Name of a layout -> text of a document."""
 
 
-def training_trace(steps: int = 3, rank: int | None = 0, **header: Any) -> TraceBuilder:
+def training_trace(
+    steps: int = 3, rank: int | None = 0, builder: type[TraceBuilder] = TraceBuilder, **header: Any
+) -> TraceBuilder:
     """Steps of 1,000 us: 600 us of compute, an all-reduce of 300 us of which 100 us are overlapped, 100 us to wait."""
-    trace = TraceBuilder(rank, **header)
+    trace = builder(rank, **header)
     for step in range(steps + 1):
         begin = 1000.0 * step
         trace.step(step, begin, 990)

@@ -1,28 +1,21 @@
-"""The classes numerics, replay, hang and crash: each names the cause, the step and the rank from a run's records."""
+"""The classes numerics, replay and crash: each names the cause, the step and the rank from a run's records."""
 
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
-from meshwright.base.history.signals import read_signals
-from meshwright.insight.diagnose.finding import Finding
-from meshwright.insight.diagnose.run import crashes, hangs, numerics, replayed_samples
-from meshwright.insight.diagnose.run.diagnose import diagnose_run, order_findings
+from meshwright.insight.diagnose.run import crashes, numerics, replayed_samples
+from meshwright.insight.diagnose.run.diagnose import diagnose_run
 from meshwright.insight.diagnose.run.loss_trend import find_divergence, find_spikes
-from tests.insight.diagnose.recorded_run import RecordedRun
+from tests.insight.diagnose.recorded_run import RecordedRun, noisy
 
 
 @pytest.fixture
 def run(tmp_path):
     return RecordedRun(tmp_path)
-
-
-def noisy(steps: int, level: float = 5.0, noise: float = 0.02, seed: int = 0) -> list[float]:
-    return (level + noise * np.random.default_rng(seed).standard_normal(steps)).tolist()
 
 
 def decay(steps: int) -> np.ndarray:
@@ -68,6 +61,42 @@ def test_diverging_learning_rate_is_named_with_a_lower_one(run):
     (finding,) = numerics.find(run.history())
     assert (finding.variant, finding.step, finding.confidence) == ("divergence", 3, "high")
     assert finding.change.settings == ("optimizer.lr = 0.04",)
+
+
+@pytest.mark.parametrize(
+    ("rates", "times", "suggested"),
+    [
+        (
+            [3e-4] * 19 + [9e-3] + [3e-4] * 30,
+            ", 30 times optimizer.lr by the schedule,",
+            3e-5,
+        ),  # one step of a schedule
+        ([3e-4] * 15 + [3e-5] * 35, "", 1.5e-5),  # it has decayed
+    ],
+)
+def test_suggested_learning_rate_is_below_the_one_in_effect_and_the_setting(run, rates, times, suggested):
+    """A schedule gives a multiple of optimizer.lr at every step."""
+    run.folder.run_file.write_text("[optimizer]\nlr = 3e-4\n")
+    run.begin()
+    run.steps(0, [*noisy(20), *noisy(30, 60.0, 10.0)], lr=rates)
+    run.end()
+    (finding,) = numerics.find(run.history())
+    assert (finding.variant, finding.step) == ("divergence", 20)
+    assert f"the learning rate {max(rates[15:21]):.3g}{times} is too high" in finding.sentence
+    assert finding.change.settings == (f"optimizer.lr = {suggested}",)
+
+
+def test_loss_spike_names_the_schedule_that_raises_the_learning_rate(run):
+    run.begin()
+    run.steps(
+        0, [7.5 if step == 33 else loss for step, loss in enumerate(noisy(60))], lr=[3e-4] * 32 + [9e-3] + [3e-4] * 27
+    )
+    run.end()
+    (finding,) = numerics.find(run.history())
+    assert (finding.variant, finding.step) == ("loss spike", 33)
+    assert finding.change.action.startswith(
+        "the schedule raises the learning rate from 0.0003 to 0.009 there; replay of"
+    )
 
 
 def test_loss_that_grows_until_it_is_not_finite_has_diverged_and_is_no_crash(run):
@@ -173,70 +202,6 @@ def test_fork_with_a_smaller_batch_reads_positions_twice(run):
     assert "80 positions" in finding.sentence
 
 
-def rank_rows(*locations: tuple[str, int]) -> list[dict]:
-    return [{"rank": rank, "location": text, "collectives": count} for rank, (text, count) in enumerate(locations)]
-
-
-def test_hang_names_the_rank_and_those_that_wait_for_it(run):
-    run.begin(ranks=3)
-    run.steps(0, noisy(6))
-    ranks = rank_rows(
-        ("step 6, sync, waiting in step control vector", 24),
-        ("step 6, sync, waiting in step control vector", 24),
-        ("step 6, fetch", 23),
-    )
-    run.end("hang", rank=2, step=6, phase="fetch", message="rank 2 has made no progress for 5.1 s", ranks=ranks)
-    (finding,) = hangs.find(run.history())
-    assert (finding.variant, finding.rank, finding.step, finding.phase) == ("no progress", 2, 6, "fetch")
-    assert finding.sentence.endswith("ranks 0, 1 wait in step control vector")
-    assert list(crashes.find(run.history())) == []
-
-
-def test_hang_that_the_run_has_survived_is_ordered_by_the_time_that_it_cost(run):
-    run.begin()
-    run.steps(0, noisy(10))
-    run.time += 7.0
-    run.end("hang", rank=1, step=10, phase="fetch", message="rank 1 has made no progress for 7.0 s")
-    run.time += 1.0
-    run.begin(step=8)
-    run.steps(8, noisy(118))
-    run.end()
-    (finding,) = hangs.find(run.history())
-    assert finding.survived
-    assert finding.share == pytest.approx((7 + 1 + 0.2) / (1 + 7 + 1 + 11.8))
-    slower = Finding("data", "loader", "", 0.5, "high")
-    assert order_findings([finding, slower]) == [slower, finding]
-
-
-def test_run_that_waits_for_a_rank_now_is_a_hang_in_progress(run, monkeypatch):
-    run.begin()
-    run.steps(0, noisy(6))
-    history = run.history()
-    monkeypatch.setattr(type(history), "is_alive", True)
-    signals = read_signals(history, run.time + 100)
-    waiting = replace(signals, state="waiting", sentence="the ranks wait for rank 1", rank=1)
-    monkeypatch.setattr(hangs, "read_signals", lambda _history, _now: waiting)
-    (finding,) = hangs.find(history)
-    assert (finding.variant, finding.rank, finding.share) == ("in progress", 1, 1.0)
-    monkeypatch.setattr(hangs, "read_signals", lambda _history, _now: replace(signals, state="progressing"))
-    assert list(hangs.find(history)) == []
-
-
-def test_ranks_in_different_collectives_are_a_hang_even_if_the_backend_fails(run):
-    run.begin(ranks=3)
-    run.steps(0, noisy(9))
-    ranks = rank_rows(
-        ("step 9, sync, waiting in step control vector", 36),
-        ("step 9, fetch, waiting in my all-reduce", 36),
-        ("step 9, sync, waiting in step control vector", 36),
-    )
-    run.end("failed", rank=1, step=9, error_type="Killed", message="rank 1 was killed by signal 6", ranks=ranks)
-    (finding,) = hangs.find(run.history())
-    assert (finding.variant, finding.rank, finding.step) == ("different collectives", 1, 9)
-    assert "rank 1 is in my all-reduce and rank 0 in step control vector" in finding.sentence
-    assert list(crashes.find(run.history())) == []
-
-
 @pytest.mark.parametrize(
     ("incident", "variant", "confidence", "action"),
     [
@@ -244,6 +209,12 @@ def test_ranks_in_different_collectives_are_a_hang_even_if_the_backend_fails(run
         ({"verdict": "deterministic", "recommendation": "see it"}, "deterministic", "high", "see it"),
         ({"verdict": "infrastructure", "message": "(SIGKILL)"}, "infrastructure", "high", "memory"),
         ({"verdict": "first failure", "error_type": "HostLost"}, "infrastructure", "medium", "check the hosts"),
+        (
+            {"verdict": "first failure", "error_type": "Killed", "message": "(SIGSEGV)"},
+            "deterministic",
+            "low",
+            "run it again",
+        ),
         ({"verdict": "first failure", "error_type": "DataError"}, "data-dependent", "high", "data show RUN --step 9"),
         ({"verdict": "first failure", "error_type": "ValueError"}, "deterministic", "low", "run it again"),
     ],

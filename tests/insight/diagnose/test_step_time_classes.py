@@ -5,6 +5,7 @@ from __future__ import annotations
 import gzip
 import json
 
+import numpy as np
 import pytest
 
 from meshwright.insight.diagnose.finding import Finding
@@ -30,8 +31,9 @@ def test_undisturbed_run_is_healthy(run):
     assert findings[0].check.startswith("meshwright report /")
 
 
-def test_run_with_few_steps_is_not_called_healthy_with_confidence(run):
-    assert [finding.confidence for finding in diagnose_run(run(steps=4).history())] == ["low"]
+def test_run_with_few_steps_is_not_judged(run):
+    (finding,) = diagnose_run(run(steps=4).history())
+    assert (finding.cause, finding.variant, finding.confidence) == ("not judged", "too few steps", "low")
 
 
 def test_periodic_stall_of_the_loader_is_data_bound(run):
@@ -40,6 +42,38 @@ def test_periodic_stall_of_the_loader_is_data_bound(run):
     assert not list(stragglers.find(job.history()))
     (finding,) = data_wait.find(job.history())
     assert (finding.variant, finding.phase) == ("periodic", "fetch")
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_one_slow_sample_in_37_on_four_ranks_is_data_bound(run, seed):
+    """No rank stalls often, and in no step do all of them."""
+    order = np.random.default_rng(seed).permutation(8 * 60)
+    job = run("--batch.global=8", ranks=4, steps=60)
+    slow = {(step, rank): any(order[8 * step + 2 * rank :][:2] % 37 == 0) for step in range(60) for rank in range(4)}
+    stalled = [step for step in range(2, 60) if any(slow[step, rank] for rank in range(4))]
+    stall = lambda step: 0.2 * (step in stalled)  # noqa: E731
+    job.phases = lambda rank, step: {"fetch": 0.201} if slow[step, rank] else {"sync": 0.002 + stall(step)}
+    first = diagnose_run(job.history())[0]
+    assert (first.cause, first.variant, first.phase) == ("data", "random stalls", "fetch")
+    assert f"in {len(stalled)} of 58 steps" in first.sentence
+    assert first.share == pytest.approx(0.2 * len(stalled) / (0.1 * 58 + 0.2 * len(stalled)))
+    assert first.change.predicted_seconds == pytest.approx(0.1)
+    assert first.change.settings == ("data.workers = 2",)
+
+
+def test_slow_samples_at_a_period_of_every_rank_are_no_stragglers(run):
+    job = run("--batch.global=4", ranks=4, steps=200)
+    job.phases = lambda rank, step: {"fetch": 0.5} if step % 36 == 9 * rank else {}
+    assert [finding.cause for finding in diagnose_run(job.history())] == ["data"]
+
+
+def test_stalls_in_every_phase_are_a_busy_machine_and_not_data(run):
+    random = np.random.default_rng(0)
+    stalls = {(rank, step): phase for rank in range(4) for step, phase in enumerate(random.integers(0, 12, 200))}
+    names = {0: "fetch", 1: "forward", 2: "backward"}
+    job = run("--batch.global=8", ranks=4, steps=200)
+    job.phases = lambda rank, step: {names[stalls[rank, step]]: 0.2} if stalls[rank, step] in names else {}
+    assert not list(data_wait.find(job.history()))
 
 
 def test_slow_loader_of_all_ranks_is_data_bound(run):

@@ -11,7 +11,7 @@ from meshwright.insight.diagnose.trace.breakdown import Breakdown, RankTimeline,
 from meshwright.insight.diagnose.trace.collective_calls import collective_calls
 from meshwright.insight.diagnose.trace.intervals import Intervals
 from meshwright.insight.diagnose.trace.kineto.kineto_trace import read_trace
-from tests.insight.diagnose.synthetic_traces import TraceBuilder, training_trace
+from tests.insight.diagnose.synthetic_traces import RocmTraceBuilder, TraceBuilder, training_trace
 
 
 def timeline_of(trace: TraceBuilder, folder: Path) -> RankTimeline:
@@ -23,9 +23,12 @@ def breakdown_of(trace: TraceBuilder, folder: Path) -> Breakdown:
     return timeline.breakdown(*timeline.window)
 
 
-def test_shares_of_overlapping_activities(tmp_path: Path) -> None:
+@pytest.mark.parametrize("builder", [TraceBuilder, RocmTraceBuilder])
+def test_shares_of_overlapping_activities(tmp_path: Path, builder: type[TraceBuilder]) -> None:
     """Three measured steps: 600 us of compute, 300 us of communication, 100 us of it overlapped, 200 us idle."""
-    parts = breakdown_of(training_trace(3), tmp_path)
+    trace = training_trace(3, builder=builder)
+    trace.kernel("Memcpy HtoD (Host -> Device)", 100, 10, launch=15)  # the launch of a copy is recorded in another form
+    parts = breakdown_of(trace, tmp_path)
     microseconds = {name: round(value * 1e6) for name, value in parts.to_json().items() if name != "idle_causes"}
     assert microseconds == {
         "seconds": 2800,
@@ -46,6 +49,37 @@ def test_the_last_step_and_earlier_launches_are_left_out(tmp_path: Path) -> None
     timeline = timeline_of(trace, tmp_path)
     assert timeline.window == (100, 900)
     assert list(timeline.steps) == [0]
+
+
+def test_activities_without_a_launch_are_counted(tmp_path: Path) -> None:
+    """Those launched before the trace are left out. If most have none, they count in the step that they are in."""
+    trace = training_trace(3)
+    trace.kernel("gemm", 90, 5, launch=50)
+    trace.add("kernel", "launched before the trace", 0, 50, 7, correlation=10**6)
+    timeline = timeline_of(trace, tmp_path)
+    assert timeline.window[0] == 90
+    assert timeline.trace.notes == ["1 of 14 kernels and copies have no launch, and are left out"]
+    for event in trace.events:
+        if event["cat"] == "kernel" and event["ts"] != 90:
+            event["args"].pop("correlation")
+    timeline = timeline_of(trace, tmp_path)
+    assert timeline.trace.notes == [
+        "13 of 14 kernels and copies have no launch, and count in the step in which they start"
+    ]
+    assert list(timeline.steps) == [0, 1, 2]
+    parts = timeline.breakdown(*timeline.window)
+    assert parts.compute == pytest.approx(1855e-6)
+    assert parts.idle_causes["launch"] == 0
+    assert parts.idle_causes["unknown launch"] > 0
+
+
+@pytest.mark.parametrize("name", ["CopyHostToDevice", "FillBuffer", "__amd_rocclr_copyBuffer.kd"])
+def test_copies_that_rocm_records_as_kernels_are_copies(tmp_path: Path, name: str) -> None:
+    trace = RocmTraceBuilder()
+    trace.kernel("gemm", 0, 100)
+    trace.kernel(name, 100, 50)
+    parts = breakdown_of(trace, tmp_path)
+    assert (parts.compute, parts.memory) == pytest.approx((100e-6, 50e-6))
 
 
 def test_steps_have_breakdowns_that_add_up(tmp_path: Path) -> None:

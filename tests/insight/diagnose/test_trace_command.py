@@ -82,6 +82,14 @@ def test_a_trace_of_annotations_only_is_no_healthy_program(tmp_path: Path) -> No
         shown(trace.write(tmp_path / "trace.json"))
 
 
+def test_rank_that_is_not_judged_has_no_shares(tmp_path: Path) -> None:
+    trace = TraceBuilder()
+    trace.add("cpu_op", "aten::mm", 0, 10)
+    text = shown(trace.write(tmp_path / "trace.json"))
+    assert text.startswith("not judged: no device events\n")
+    assert "%" not in text
+
+
 def test_two_runs_are_no_traces(tmp_path, capsys):
     (tmp_path / "events").mkdir()
     with pytest.raises(SystemExit) as exit_code:

@@ -13,7 +13,7 @@ from meshwright.errors import ConfigError
 from meshwright.insight.diagnose.finding import CAUSES, Finding
 from meshwright.insight.diagnose.trace.diagnose import TraceDiagnosis, diagnose_traces
 from meshwright.planner.report.change_cost import change_settings
-from tests.insight.diagnose.synthetic_traces import TraceBuilder
+from tests.insight.diagnose.synthetic_traces import RocmTraceBuilder, TraceBuilder
 
 STEPS = 5
 LOADER = "enumerate(DataLoader)#_SingleProcessDataLoaderIter.__next__"
@@ -45,7 +45,7 @@ def first(diagnosis: TraceDiagnosis) -> tuple[str, str]:
     finding = diagnosis.findings[0]
     assert finding.cause in CAUSES
     assert 0 <= finding.share <= 1
-    assert finding.check.startswith("meshwright diagnose")
+    assert finding.check == "meshwright diagnose TRACE"
     assert finding.cause == "healthy" or (finding.evidence and (finding.change.action or finding.change.settings))
     return finding.cause, finding.variant
 
@@ -54,6 +54,62 @@ def test_a_device_that_computes_all_the_time_is_healthy(tmp_path: Path) -> None:
     diagnosis = diagnose(tmp_path, make_trace(lambda trace, begin: compute(trace, begin + 100, begin + 10_050)))
     assert first(diagnosis) == ("healthy", "")
     assert len(diagnosis.findings) == 1
+
+
+def test_time_that_no_cause_explains_is_not_judged(tmp_path: Path) -> None:
+    def step(trace: TraceBuilder, begin: float) -> None:
+        compute(trace, begin, begin + 4000)
+        trace.kernel("Memcpy HtoD", begin + 4000, 6000, launch=begin)
+
+    diagnosis = diagnose(tmp_path, make_trace(step))
+    assert first(diagnosis) == ("not judged", "time without a cause")
+    assert diagnosis.findings[0].sentence == (
+        "not judged: rank 0 spends 56% of the time on what no finding explains (copies 56%)."
+    )
+    assert diagnosis.findings[0].share_text == "56% of the time is not explained"
+
+
+def test_time_that_no_cause_explains_follows_what_was_found(tmp_path: Path) -> None:
+    def step(trace: TraceBuilder, begin: float) -> None:
+        trace.add("user_annotation", LOADER, begin, 900)
+        compute(trace, begin + 1000, begin + 4000)
+        trace.kernel("Memcpy HtoD", begin + 4000, 6000, launch=begin + 950)
+
+    assert [one.cause for one in diagnose(tmp_path, make_trace(step)).findings] == ["data", "not judged"]
+
+
+@pytest.mark.parametrize("device", [True, False])
+def test_trace_without_device_events_is_never_healthy(tmp_path: Path, device: bool) -> None:
+    """Of a program that uses a device, the operators of the host show no cause at all."""
+
+    def step(trace: TraceBuilder, begin: float) -> None:
+        trace.add("cpu_op", "aten::mm", begin, 5_000 if device else 10_000)
+
+    diagnosis = diagnose(tmp_path, make_trace(step, device=device))
+    assert first(diagnosis) == ("not judged", "no device events")
+    assert len(diagnosis.findings) == 1
+    assert diagnosis.findings[0].sentence == "not judged: the trace has no device events (rank 0)."
+    assert [rank.is_judged for rank in diagnosis.ranks] == [not device]
+
+
+def test_rank_without_device_events_is_named_beside_the_others(tmp_path: Path) -> None:
+    blind = TraceBuilder(1)
+    blind.add("cpu_op", "aten::mm", 0, 10)
+    diagnosis = diagnose(tmp_path, make_trace(COMMUNICATION["one bucket"]), blind)
+    assert (first(diagnosis), diagnosis.findings[0].rank) == (("not judged", "no device events"), 1)
+
+
+def test_collectives_of_rccl_are_named_by_their_annotation(tmp_path: Path) -> None:
+    trace = RocmTraceBuilder()
+    for step in range(STEPS + 1):
+        begin = 10_000.0 * step
+        trace.step(step, begin, 9990)
+        compute(trace, begin, begin + 6000)
+        trace.add("user_annotation", "nccl:all_reduce", begin + 10, 10)
+        trace.kernel("ncclDevKernel_Generic(ncclDevKernelArgsStorage<4096ul>)", begin + 6000, 4000, begin + 15, 20)
+    diagnosis = diagnose(tmp_path, trace)
+    assert first(diagnosis) == ("communication", "one bucket")
+    assert "1 all-reduce call per step" in diagnosis.findings[0].sentence
 
 
 @pytest.mark.parametrize("loader", ["_SingleProcessDataLoaderIter", "_MultiProcessingDataLoaderIter"])

@@ -19,7 +19,7 @@ from meshwright.insight.diagnose.trace.kineto import event_scanner, trace_file
 from meshwright.insight.diagnose.trace.kineto.event_scanner import EventScanner
 from meshwright.insight.diagnose.trace.kineto.event_table import EventTable, Kind, TableBuilder
 from meshwright.insight.diagnose.trace.kineto.kineto_trace import read_trace
-from tests.insight.diagnose.synthetic_traces import LAYOUTS, TraceBuilder, training_trace
+from tests.insight.diagnose.synthetic_traces import LAYOUTS, RocmTraceBuilder, TraceBuilder, training_trace
 
 
 def columns(events: EventTable) -> list[tuple[object, ...]]:
@@ -30,12 +30,16 @@ def columns(events: EventTable) -> list[tuple[object, ...]]:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("suffix", ["json", "json.gz"])
-def test_every_layout_has_the_same_events(tmp_path: Path, layout: str, suffix: str) -> None:
-    trace = training_trace()
+@pytest.mark.parametrize(("suffix", "builder"), [("json", TraceBuilder), ("json.gz", RocmTraceBuilder)])
+def test_every_layout_has_the_same_events(
+    tmp_path: Path, layout: str, suffix: str, builder: type[TraceBuilder]
+) -> None:
+    trace = training_trace(builder=builder)
     trace.kernel('void f<"quoted \\" name">()', 1, 2.5)
     read = read_trace(trace.write(tmp_path / f"trace.{suffix}", layout))
     expected = read_trace(trace.write(tmp_path / "expected.json", "2025"))
+    links = expected.events.correlation[expected.events.kind <= Kind.RUNTIME]
+    assert np.bincount(links).tolist() == [0, *[2] * trace.correlation]  # every launch and what it launches
     assert read.notes == []
     assert columns(read.events) == columns(expected.events)
     assert len(read.events) == len(trace.events)

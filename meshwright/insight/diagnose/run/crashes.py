@@ -87,7 +87,7 @@ def classify(incident: Incident) -> tuple[str, Confidence]:
         return incident.verdict, "high"
     if incident.error_type == DataError.__name__:
         return "data-dependent", "high"
-    if incident.error_type in ("Killed", "Exited", HOST_LOST) or incident.killed_externally:
+    if incident.error_type in ("Exited", HOST_LOST) or incident.killed_externally:
         return "infrastructure", "medium"
     return "deterministic", "low"
 

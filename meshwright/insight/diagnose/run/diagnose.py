@@ -27,6 +27,7 @@ from meshwright.insight.diagnose.run.timed_steps import (
     custom_model_options,
     timed_steps,
 )
+from meshwright.insight.diagnose.run.unjudged import find_unjudged
 from meshwright.planner.report.change_cost import with_costs
 
 CLASSES: tuple[Callable[[RunHistory], Iterator[Finding]], ...] = (
@@ -52,12 +53,15 @@ BROKEN_VARIANTS = {("experts", "collapsed routing")}
 
 
 def diagnose_run(history: RunHistory) -> list[Finding]:
-    """The findings of a run, the most important first. A run without a problem has one finding, `healthy`."""
+    """The findings of a run, the most important first. A run without a problem has one finding: `healthy`, or `not
+    judged` if the records do not show enough of its time.
+    """
     steps = timed_steps(history)
-    found = order_findings(finding for find in CLASSES for finding in find(history))
+    found = [finding for find in CLASSES for finding in find(history)]
     if steps is not None:
+        found += find_unjudged(history, steps, found)
         found = [with_costs(finding, history, steps) for finding in found]
-    return [complete_commands(one, history) for one in found or [healthy(steps, history)]]
+    return [complete_commands(one, history) for one in order_findings(found) or [without_problem(steps, history)]]
 
 
 def complete_commands(finding: Finding, history: RunHistory) -> Finding:
@@ -83,14 +87,15 @@ def importance(finding: Finding) -> tuple[int, float]:
     return len(BROKEN) + ((finding.cause, finding.variant) not in BROKEN_VARIANTS), weight
 
 
-def healthy(steps: TimedSteps | None, history: RunHistory) -> Finding:
+def without_problem(steps: TimedSteps | None, history: RunHistory) -> Finding:
+    """The verdict on a run in which nothing was found."""
     if steps is None:
         refused = config_error(history)
         reason = f"run.toml cannot be read: {refused}" if refused else "there are too few steps to judge the step time"
         return Finding(
-            "healthy",
+            "not judged",
             "no settings" if refused else "too few steps",
-            f"no problem is on record, and {reason}",
+            f"not judged: {reason}; no problem is on record",
             0.0,
             "low",
             change=Change(action="repair run.toml" if refused else "run a few more steps"),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import re
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from itertools import takewhile
 
 from meshwright.base.history.attempts import AttemptHistory
 from meshwright.base.history.run_history import RunHistory
@@ -15,7 +18,16 @@ from meshwright.insight.diagnose.run.lost_time import share_lost
 
 WAITING = ", waiting in "
 """What precedes the name of a collective in the location of a rank, see `HeartbeatReading.location`."""
-STACK_LINES = 6
+SAME_ORDER = "make every rank call the same collectives in the same order: no collective may depend on local data"
+MAX_LINE = 400
+FRAME = re.compile(r'\s*(?:File "(.+)", line (\d+) in (.+)|(\S+) \((.+):(\d+)\))$')
+"""A frame as faulthandler and as py-spy write it."""
+RANK_FUNCTIONS = ("train_rank", "_rank_main")
+"""Functions that only Meshwright calls: what called them has started the job."""
+LIBRARY = re.compile(r"/lib/python\d|site-packages/|/meshwright/(?:base|core|insight|ops|planner|prover|rl)/|<frozen ")
+"""Files of Python, of installed packages and of Meshwright, on any machine."""
+LIBRARY_PACKAGES = {"torch", "meshwright", *sys.stdlib_module_names}
+"""The same where py-spy has cut the folder off."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +84,7 @@ def is_hang(incident: Incident) -> bool:
     """Whether an attempt ended because a rank made no progress. Ranks that enter different collectives hang, unless the
     backend finds out and fails.
     """
-    return incident.outcome == "hang" or find_mismatch(locations(incident)) is not None
+    return incident.outcome == "hang" or bool(incident.mismatch) or find_mismatch(locations(incident)) is not None
 
 
 def locations(incident: Incident) -> list[RankLocation]:
@@ -110,13 +122,18 @@ def describe_hang(history: RunHistory, attempt: AttemptHistory, hung: list[Attem
             f"rank {other.rank} in {other.collective}"
         )
         rank = odd.rank if rank is None else rank
-        action = "make every rank call the same collectives in the same order: no collective may depend on local data"
+        action = SAME_ORDER
+    elif incident.mismatch:
+        variant, rank = "different collectives", mismatched_rank(incident, ranks)
+        places = "; ".join(f"rank {row.rank} at {row.location}" for row in ranks[:8])
+        what = f"ranks enter different collectives {incident.when}: {one_line(incident.mismatch)} ({places})"
+        action = SAME_ORDER
     else:
         variant = "no progress"
         what = incident.message or f"rank {rank} makes no progress"
         waits = f"; {waits_text(waiting)} in {', '.join(names)}" if waiting and "wait" not in what else ""
         what = f"attempt {attempt.number} hangs {incident.when}: {what}{waits}"
-        action = f"see where rank {rank} is: {last_frame(incident.stack) or attempt_log(history, attempt, rank)}"
+        action = f"see where rank {rank} is: {blocked_place(incident.stack) or attempt_log(history, attempt, rank)}"
     evidence = [MeasuredFigure("attempts that hang", len(hung), "count", float(len(history.attempts)), "attempts")]
     evidence += [
         MeasuredFigure(f"collectives entered by rank {row.rank}", row.collectives, "count") for row in ranks[:8]
@@ -145,8 +162,39 @@ def attempt_log(history: RunHistory, attempt: AttemptHistory, rank: int | None) 
     return str(history.folder.log(attempt.number, max(0, rank or 0)))
 
 
-def last_frame(stack: str) -> str:
-    """The innermost line of a stack that is not of torch or of Python's own library; '' if there is none."""
-    lines = [line.strip() for line in stack.splitlines() if "File " in line or "(" in line]
-    own = [line for line in lines[: 8 * STACK_LINES] if "/torch/" not in line and "/lib/python" not in line]
-    return own[0][:300] if own else ""
+def mismatched_rank(incident: Incident, ranks: list[RankLocation]) -> int | None:
+    """The rank that differs: the one that the watchdog names, or the one that has entered the fewest collectives."""
+    if named := re.search(r"collective \d+ is .+? on rank (\d+) and ", incident.mismatch):
+        return int(named[1])
+    fewest = min((row.collectives for row in ranks), default=0)
+    behind = [row.rank for row in ranks if row.collectives == fewest]
+    return behind[0] if len(behind) == 1 else None
+
+
+def one_line(text: str) -> str:
+    """The text without the failure that followed, in one line of bounded length."""
+    return " ".join(text.partition("; then ")[0].split())[:MAX_LINE]
+
+
+def blocked_place(stack: str) -> str:
+    """The innermost frame of the user's own code on the main thread, and the call that blocks; '' without a stack."""
+    frames = main_frames(stack)
+    own = next((frame for frame in frames if is_own(frame[1])), None)
+    places = [f"{name} ({file}, line {line})"[:MAX_LINE] for name, file, line in filter(None, (own, *frames[:1]))]
+    return ", blocked in ".join(dict.fromkeys(places))
+
+
+def main_frames(stack: str) -> list[tuple[str, str, str]]:
+    """(function, file, line) of the frames of the main thread since the rank began, the innermost first."""
+    marker = "MainThread" if "MainThread" in stack else "Current thread"
+    lines = takewhile(
+        lambda line: line.strip() and not line.startswith("Thread"), stack.partition(marker)[2].splitlines()[1:]
+    )
+    parts = [match.groups() for match in map(FRAME.match, lines) if match]
+    frames = [(name or name_2, file or file_2, line or line_2) for file, line, name, name_2, file_2, line_2 in parts]
+    return list(takewhile(lambda frame: frame[0] not in RANK_FUNCTIONS, frames))
+
+
+def is_own(file: str) -> bool:
+    """Whether a file belongs neither to Meshwright nor to torch nor to Python."""
+    return not LIBRARY.search(file) and file.partition("/")[0].removesuffix(".py") not in LIBRARY_PACKAGES

@@ -8,14 +8,24 @@ import numpy as np
 
 from meshwright.base.history.run_history import RunHistory
 from meshwright.base.history.step_table import StepTable
+from meshwright.base.records.untrusted_records import bounded_object, finite_number
 from meshwright.insight.diagnose.finding import Change, Confidence, Finding, MeasuredFigure
-from meshwright.insight.diagnose.run.loss_trend import SPIKE_DEVIATIONS, Divergence, Spike, find_divergence, find_spikes
+from meshwright.insight.diagnose.run.loss_trend import (
+    SMOOTHED_STEPS,
+    SPIKE_DEVIATIONS,
+    Divergence,
+    Spike,
+    find_divergence,
+    find_spikes,
+)
 
 MIN_SHARE = 0.03
 """The share of steps from which on skipped updates and zero gradients are reported."""
 MIN_SKIPPED = 2
 EARLY_STEPS = 10
 """The first steps of a run, in which the loss changes so fast that a spike says nothing."""
+RAISED = 2.0
+"""A schedule that raises the learning rate by this factor is reported."""
 GROWN_NORM = 10.0
 """A gradient norm that has grown by this factor supports a divergence."""
 
@@ -27,7 +37,7 @@ def find(history: RunHistory) -> Iterator[Finding]:
         return
     divergence = find_divergence(table.loss)
     if divergence is not None:
-        yield describe_divergence(table, divergence)
+        yield describe_divergence(history, table, divergence)
     elif history.nonfinite:
         yield describe_nonfinite(history, table)
     yield from find_loss_scale(table)
@@ -38,9 +48,12 @@ def find(history: RunHistory) -> Iterator[Finding]:
         yield describe_spikes(before, spikes)
 
 
-def describe_divergence(table: StepTable, divergence: Divergence) -> Finding:
+def describe_divergence(history: RunHistory, table: StepTable, divergence: Divergence) -> Finding:
     index = divergence.index
-    step, rate = int(table.step[index]), float(np.max(np.nan_to_num(table.lr[: index + 1])))
+    step, rate = int(table.step[index]), rate_in_effect(table, index, SMOOTHED_STEPS)
+    configured = finite_number(bounded_object(history.config.get("optimizer")).get("lr")) or 0.0
+    setting = configured if configured > 0 else rate
+    raised = f", {rate / setting:.0f} times optimizer.lr by the schedule," if rate > RAISED * setting else ""
     norms = table.grad_norm
     before, after = finite_median(norms[: max(1, index)]), finite_median(norms[index:])
     grown = before > 0 and after / before >= GROWN_NORM
@@ -60,13 +73,14 @@ def describe_divergence(table: StepTable, divergence: Divergence) -> Finding:
         "numerics",
         "divergence",
         f"the loss diverges from step {step} on: it was {divergence.before:.4g} and {to}; the learning rate "
-        f"{rate:.3g} is too high",
+        f"{rate:.3g}{raised} is too high",
         (len(table) - index) / len(table),
         confidence,
         step=step,
         evidence=tuple(evidence),
         change=Change(
-            (f"optimizer.lr = {rate / 10:.2g}",) if rate > 0 else (),
+            # The schedule multiplies the setting: a tenth of it is a tenth of the rate in effect at every step.
+            (f"optimizer.lr = {min(setting / 10, rate / 2):.2g}",) if rate > 0 else (),
             "a longer schedule.warmup, or optimizer.clip = 1 if clipping is off, may be enough",
         ),
         check=f"meshwright replay RUN --step {max(0, step - 1)}",
@@ -147,6 +161,10 @@ def describe_spikes(table: StepTable, spikes: list[Spike]) -> Finding:
     step, loss = int(table.step[first.index]), float(table.loss[first.index])
     others = sorted(int(table.step[spike.index]) for spike in spikes[1:])
     also = f"; also step{'s' if len(others) > 1 else ''} {', '.join(map(str, others[:6]))}" if others else ""
+    rate, usual = (rate_in_effect(table, first.index - back, reach) for back, reach in ((0, 1), (2, 2)))
+    raised = ""
+    if rate > RAISED * usual > 0:
+        raised = f"the schedule raises the learning rate from {usual:.3g} to {rate:.3g} there; "
     clear = max(first.norm_deviations, first.deviations / 2) >= SPIKE_DEVIATIONS
     return Finding(
         "numerics",
@@ -160,9 +178,16 @@ def describe_spikes(table: StepTable, spikes: list[Spike]) -> Finding:
             MeasuredFigure("robust deviations of the loss", first.deviations, "", 0.0, "expected"),
             MeasuredFigure("robust deviations of the gradient norm", first.norm_deviations, "", 0.0, "expected"),
         ),
-        change=Change(action=f"replay of step {step} shows the loss of every sample, and names the one to blame"),
+        change=Change(
+            action=f"{raised}replay of step {step} shows the loss of every sample, and names the one to blame"
+        ),
         check=f"meshwright replay RUN --step {step}",
     )
+
+
+def rate_in_effect(table: StepTable, index: int, reach: int) -> float:
+    """The largest learning rate of a step and the `reach` steps before it, whose updates its loss depends on."""
+    return float(np.max(np.nan_to_num(table.lr[max(0, index - reach) : index + 1])))
 
 
 def finite_median(values: np.ndarray[tuple[int], np.dtype[np.float64]]) -> float:

@@ -20,6 +20,8 @@ HOST_COMMUNICATION = r"^(?:gloo|nccl|rccl|mpi|ucc):"
 """Annotations of the host that last as long as a collective."""
 HOST_BLOCKED = r"^c10d::|^record_param_comms|^_?c10d_functional::|[Ww]ait\b"
 """Operators in which the host starts a collective or waits for one."""
+COPIES = r"^(?:Copy(?:Host|Device)To(?:Host|Device)|FillBuffer|__amd_rocclr_(?:copy|fill)Buffer)"
+"""Copies and fills that ROCm runs, or records, as kernels."""
 LOADER = r"^enumerate\(|DataLoaderIter|(?i:dataloader).*(?:__next__|fetch|next)"
 """Annotations of the host that last as long as it waits for samples."""
 COMMUNICATION_STREAM = 0.9
@@ -44,6 +46,14 @@ class Activities:
     def is_compute(self) -> Mask:
         return ~self.is_communication & ~self.is_memory
 
+    @property
+    def step_time(self) -> Floats:
+        """The time that decides to which step an activity belongs: that of its launch. Where the launches of most of
+        the time are not known, a trace does not link them in a way that is read here, and the starts decide.
+        """
+        seconds, unknown = self.end - self.start, np.isnan(self.launch)
+        return self.start if 2 * seconds[unknown].sum() > seconds.sum() else self.launch
+
     def intervals(self, mask: Mask) -> Intervals:
         return Intervals.union(self.start[mask], self.end[mask])
 
@@ -63,14 +73,17 @@ def measured_activities(trace: KinetoTrace) -> Activities:
     """The activities of the complete steps of a trace.
 
     The last step is left out if there are several, as in HolisticTraceAnalysis: the profiler stops in it. The time at
-    which the host launched an activity counts. One that was launched before the trace began is left out as well.
+    which the host launched an activity counts. One that was launched before the trace began is left out as well, with
+    a note.
     """
     activities = device_activities(trace) if trace.has_device else host_activities(trace)
     _, steps = trace.steps()
     if len(steps) < 2:
         return activities
-    launch = activities.start if np.isnan(activities.launch).all() else activities.launch
-    selected = activities.select(launch < steps.start[-1])  # False for NaN
+    if unknown := int(np.isnan(activities.launch).sum()):
+        what = "are left out" if np.isnan(activities.step_time).any() else "count in the step in which they start"
+        trace.notes.append(f"{unknown:,} of {len(activities.rows):,} kernels and copies have no launch, and {what}")
+    selected = activities.select(activities.step_time < steps.start[-1])  # False for NaN
     return selected if len(selected.rows) else activities
 
 
@@ -79,7 +92,7 @@ def device_activities(trace: KinetoTrace) -> Activities:
     events = trace.events
     rows = np.flatnonzero(events.is_device)
     rows = rows[np.argsort(events.start[rows], kind="stable")]
-    is_memory = events.kind[rows] != Kind.KERNEL
+    is_memory = (events.kind[rows] != Kind.KERNEL) | events.named(COPIES)[rows]
     return Activities(
         rows,
         events.start[rows],

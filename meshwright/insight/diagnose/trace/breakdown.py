@@ -27,6 +27,7 @@ IDLE_CAUSES = {
     "synchronization": "the host has waited for the device, and launches anew",
     "launch": "the host launches the next activity too late",
     "dependency": "the next activity is launched, and waits for another one",
+    "unknown launch": "it is not recorded when the host launched the next activity",
     "outside operators": "the host runs no operator, in a trace without a device",
 }
 """Why a device is idle; every idle interval has the first cause that fits."""
@@ -140,7 +141,11 @@ def idle_by_cause(
         return causes | {"outside operators": remaining}
     # The activity that ends an idle interval tells whether the host was late.
     following = np.minimum(np.searchsorted(activities.start, remaining.end), len(activities.rows) - 1)
-    is_late = ~(activities.launch[following] <= remaining.start)  # also if the launch is not known
+    unknown = np.isnan(activities.launch[following])
+    if unknown.any():
+        causes["unknown launch"], remaining = remaining.select(unknown), remaining.select(~unknown)
+        following = following[~unknown]
+    is_late = activities.launch[following] > remaining.start
     after_wait = is_late & trace.host(SYNCHRONIZATION).contains(remaining.start)
     causes["synchronization"] = remaining.select(after_wait)
     causes["launch"] = remaining.select(is_late & ~after_wait)
@@ -163,8 +168,7 @@ def step_windows(trace: KinetoTrace, activities: Activities) -> dict[int, tuple[
     numbers, steps = trace.steps()
     if not len(steps) or not len(activities.rows):
         return {}
-    launch = activities.start if np.isnan(activities.launch).all() else activities.launch
-    step = np.searchsorted(steps.start, launch, side="right") - 1
+    step = np.searchsorted(steps.start, activities.step_time, side="right") - 1
     found, first = np.unique(step, return_index=True)  # activities are in the order of their starts
     first = first[found >= 0]
     bounds = [*activities.start[first].tolist(), float(activities.end.max())]

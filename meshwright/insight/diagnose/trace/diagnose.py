@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -10,7 +10,14 @@ from typing import Any
 import numpy as np
 
 from meshwright.errors import ConfigError
-from meshwright.insight.diagnose.finding import CONFIDENCE_WEIGHTS, LIMITING_SHARE, Finding
+from meshwright.insight.diagnose.finding import (
+    CONFIDENCE_WEIGHTS,
+    LIMITING_SHARE,
+    UNJUDGED_SHARE,
+    Change,
+    Finding,
+    MeasuredFigure,
+)
 from meshwright.insight.diagnose.trace.breakdown import Breakdown, make_timeline
 from meshwright.insight.diagnose.trace.communication_findings import find_communication
 from meshwright.insight.diagnose.trace.group_findings import find_between_ranks, match_collectives, waiting
@@ -32,6 +39,8 @@ class RankDiagnosis:
     """step -> its breakdown"""
     notes: tuple[str, ...] = ()
     """what is missing from the trace"""
+    is_judged: bool = True
+    """False of a program that uses a device, if the trace has no device events: its breakdown is that of the host"""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -82,8 +91,12 @@ def diagnose_traces(paths: Sequence[Path]) -> TraceDiagnosis:
         waited = waits[summary.rank].total / 1e6 if summary.rank in waits else 0.0
         findings += find_communication(summary, waited)
     found = [*merge_ranks(findings, len(paths)), *find_between_ranks(summaries, matched)]
+    ranks.sort(key=lambda rank: rank.rank)
+    if any(not rank.is_judged for rank in ranks):
+        found = []  # durations of the host say nothing about a device, and nothing about the other ranks
     found.sort(key=weight, reverse=True)
-    return TraceDiagnosis(found or [healthy(ranks)], sorted(ranks, key=lambda rank: rank.rank))
+    found += find_unjudged(ranks, found)
+    return TraceDiagnosis(found or [healthy(ranks)], ranks)
 
 
 def weight(finding: Finding) -> float:
@@ -102,7 +115,13 @@ def diagnose_rank(trace: KinetoTrace, rank: int) -> tuple[RankDiagnosis, RankSum
         *find_memory(timeline, summary.breakdown),
     ]
     diagnosis = RankDiagnosis(
-        rank, trace.path, device_name(trace), summary.breakdown, summary.steps, tuple(trace.notes)
+        rank,
+        trace.path,
+        device_name(trace),
+        summary.breakdown,
+        summary.steps,
+        tuple(trace.notes),
+        trace.has_device or not trace.uses_device,
     )
     return diagnosis, summary, [replace(finding, rank=rank) for finding in findings]
 
@@ -133,12 +152,70 @@ def merge_ranks(findings: list[Finding], ranks: int) -> list[Finding]:
     ]
 
 
+def find_unjudged(ranks: list[RankDiagnosis], found: list[Finding]) -> Iterator[Finding]:
+    """The rank with the most time that no finding explains, if that is too much for a verdict."""
+    blind = [rank for rank in ranks if not rank.is_judged or (rank.device == "host" and not found)]
+    if blind:
+        ranks_text = ", ".join(str(rank.rank) for rank in blind[:8])
+        yield Finding(
+            "not judged",
+            "no device events",
+            f"not judged: the trace has no device events (rank {ranks_text}).",
+            0.0,
+            "low",
+            rank=blind[0].rank,
+            evidence=(MeasuredFigure("ranks without device events", len(blind), "count", len(ranks), "all ranks"),),
+            change=Change(
+                action="record the device as well: profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]), "
+                "which is the name on ROCm too; a program on CPU has none, and its longest operators are in the trace"
+            ),
+            check=CHECK,
+        )
+        return
+    unexplained = {rank.rank: unexplained_parts(rank.breakdown, found) for rank in ranks}
+    rank = max(ranks, key=lambda one: one.breakdown.share(sum(unexplained[one.rank].values())))
+    parts, breakdown = unexplained[rank.rank], rank.breakdown
+    share = breakdown.share(sum(parts.values()))
+    if share <= UNJUDGED_SHARE:
+        return
+    names = ", ".join(f"{name} {breakdown.share(seconds):.0%}" for name, seconds in parts.items() if seconds > 0)
+    yield Finding(
+        "not judged",
+        "time without a cause",
+        f"not judged: rank {rank.rank} spends {share:.0%} of the time on what no finding explains ({names}).",
+        share,
+        "low",
+        rank=rank.rank,
+        evidence=tuple(
+            MeasuredFigure(name, seconds, "s", breakdown.seconds, "time of the trace")
+            for name, seconds in parts.items()
+            if seconds > 0
+        ),
+        change=Change(action="look at these times in the trace itself, for example in Perfetto"),
+        check=CHECK,
+    )
+
+
+def unexplained_parts(breakdown: Breakdown, found: list[Finding]) -> dict[str, float]:
+    """The seconds of a rank that are not compute and belong to no cause: part -> seconds, the largest first. Copies,
+    and activities that wait for others, belong to none; the rest does if there is a finding.
+    """
+    causes = breakdown.idle_causes
+    parts = {"copies": breakdown.memory} | {
+        f"idle, {cause}": causes.get(cause, 0.0) for cause in ("dependency", "unknown launch")
+    }
+    if not found:
+        idle = breakdown.idle - sum(seconds for name, seconds in parts.items() if name != "copies")
+        parts |= {"exposed communication": breakdown.exposed, "other idle": idle}
+    return dict(sorted(parts.items(), key=lambda part: -part[1]))
+
+
 def healthy(ranks: list[RankDiagnosis]) -> Finding:
     compute = float(np.mean([rank.breakdown.share(rank.breakdown.compute) for rank in ranks]))
     return Finding(
         "healthy",
         "",
-        f"The ranks compute for {compute:.0%} of the time; nothing else takes more than {LIMITING_SHARE:.0%} of it.",
+        f"The ranks compute for {compute:.0%} of the time, and no cause takes more than {LIMITING_SHARE:.0%} of it.",
         0.0,
         "high",
         check=CHECK,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshwright.base.history.run_history import RunHistory
-from meshwright.base.io import format_percent, format_seconds
+from meshwright.base.io import format_seconds
 from meshwright.insight.diagnose.finding import Finding, MeasuredFigure
 from meshwright.insight.diagnose.run.diagnose import diagnose_run
 from meshwright.insight.report.document import Section
@@ -27,7 +27,7 @@ def diagnosis_section(history: RunHistory) -> Section:
 
 def describe(finding: Finding) -> Section:
     title = finding.cause + (f": {finding.variant}" if finding.variant else "")
-    gain = f"; {format_percent(finding.share)} of the time can be won back" if finding.share > 0 else ""
+    gain = f"; {finding.share_text}" if finding.share_text else ""
     change = finding.change
     predicted = change.predicted_seconds
     verdict = finding.sentence.rstrip(".")

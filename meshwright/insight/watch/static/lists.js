@@ -90,7 +90,7 @@ function finding(found) {
   const kind = found.cause === found.variant || !found.variant ? found.cause : `${found.cause}: ${found.variant}`;
   return el("li", { class: `finding ${tone}` }, el("p", {}, el("b", {}, sentence(found.sentence))),
     el("p", { class: "note" }, found.cause === "healthy" ? `confidence ${found.confidence}`
-      : `${kind}, confidence ${found.confidence}${found.share > 0 ? `, ${format.percent(found.share)} of the time to win` : ""}`),
+      : `${kind}, confidence ${found.confidence}${found.share > 0 ? `, ${format.percent(found.share)} of the time ${found.cause === "not judged" ? "is not explained" : "to win"}` : ""}`),
     facts.length ? el("ul", { class: "legend" }, facts) : null,
     found.change.action ? el("p", {}, sentence(found.change.action)) : null,
     found.change.settings.length ? el("pre", {}, found.change.settings.join("\n")) : null,

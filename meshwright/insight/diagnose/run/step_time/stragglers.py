@@ -64,17 +64,19 @@ def find(history: RunHistory) -> Iterator[Finding]:
         kinds = (steady(steps, index, behind[index], by_phase), stalls(steps, index, behind, by_phase))
         if found_kinds := [found for found in kinds if found is not None]:
             slow_ranks.append(max(found_kinds, key=lambda found: found.share))
-    yield from join_ranks(slow_ranks)
+    yield from join_ranks(slow_ranks, len(steps.ranks))
     if not slow_ranks and (found := common_stalls(steps)) is not None:
         yield found
 
 
-def join_ranks(slow_ranks: list[Finding]) -> Iterator[Finding]:
+def join_ranks(slow_ranks: list[Finding], ranks: int) -> Iterator[Finding]:
     """One finding per kind and phase: steps get faster only when all ranks that are slow in the same way do."""
     groups: dict[tuple[str, str], list[Finding]] = {}
     for found in slow_ranks:
         groups.setdefault((found.variant, found.phase), []).append(found)
-    for group in groups.values():
+    for (_, phase), group in groups.items():
+        if phase == "fetch" and len(group) == ranks:
+            continue  # samples that take long come to every rank: see `data_wait`
         slowest = max(group, key=lambda found: found.share)
         others = [str(found.rank) for found in group if found is not slowest]
         if others:

@@ -15,12 +15,14 @@ BEFORE_ARGS = rb"\s*+,\s*+"
 STRING = rb'[^"]*+(?:(?<=\\)"[^"]*+)*+'  # with escaped quotes; a name does not end with a backslash
 SCALAR = rb'("[^"]*+"|-?[0-9]++)'
 NUMBER = rb"(-?[0-9]{1,20}+(?:\.[0-9]{0,12}+)?+)"
+ARGUMENT = rb'(?:"' + STRING + rb'"|\[[^"\[\]{}]*+(?:"' + STRING + rb'"[^"\[\]{}]*+)*+\]|[^\s"\[\]{},]++)'
+"""A value of `args` that may precede "correlation": CUPTI writes numbers there, roctracer the name of the kernel."""
 
 DEVICE_CATEGORIES = rb"[Kk]ernel|gpu_mem|Memcpy|Memset"
 RUNTIME_CATEGORIES = rb"(?:(?:cuda|hip|xpu)_(?:runtime|driver)|Runtime)"
 RUNTIME_CALLS = (
     rb"(?:cuda|cu|hip|ze|sycl|zeCommandListAppend)"
-    rb"(?:Launch|Ext|Module|Graph|Memcpy|Memset|Malloc|Free|Mem(?:Alloc|Free|Map|Unmap|Create)|Host"
+    rb"(?:Launch|Ext|Module|Hcc|Graph|Memcpy|Memset|Malloc|Free|Mem(?:Alloc|Free|Map|Unmap|Create)|Host"
     rb"|(?:Stream|Device|Event|Ctx|Thread)Synchronize)"
 )
 """Calls that launch device activities, wait for the device or allocate memory."""
@@ -49,8 +51,8 @@ def event_pattern(wanted: bytes) -> re.Pattern[bytes]:
     """Returns the pattern of an event whose category and name match the lookahead `wanted`; its groups are a Row."""
     key = {name: rb'"' + name + rb'"' + COLON for name in (b"cat", b"name", b"pid", b"tid", b"ts", b"dur", b"args")}
     args = BEFORE_ARGS + key[b"args"]
-    integers = rb'(?:\s*+"(?!correlation")[^"]*+"' + COLON + rb"-?[0-9]++,)*+\s*+"
-    correlation = integers + rb'"correlation"' + COLON + rb"([0-9]{1,18}+)"
+    before = rb'(?:\s*+"(?!correlation")[^"]*+"' + COLON + ARGUMENT + rb"\s*+,)*+\s*+"
+    correlation = before + rb'"correlation"' + COLON + rb"([0-9]{1,18}+)"
     return re.compile(
         rb'X"' + COMMA + key[b"cat"] + rb'"' + wanted + rb'([^"]*+)"' + COMMA
         + key[b"name"] + rb'"((?P<communication>' + COMMUNICATION + rb")?+" + STRING + rb')"' + COMMA

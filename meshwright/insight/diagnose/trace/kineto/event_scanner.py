@@ -7,6 +7,7 @@ import re
 from typing import Any
 
 from meshwright.insight.diagnose.trace.kineto.event_pattern import (
+    COMMUNICATION,
     COMPLETE_EVENT,
     DEVICE_TRACE,
     HOST_TRACE,
@@ -155,7 +156,7 @@ def json_row(event: dict[str, Any]) -> Row | None:
     args = args if isinstance(args, dict) else {}
     correlation = args.get("correlation")
     is_known = type(correlation) is int and 0 <= correlation < 1 << 63
-    is_collective = "Collective name" in args or name.startswith((b"nccl:", b"gloo:", b"record_param_comms"))
+    is_collective = "Collective name" in args or re.match(COMMUNICATION, name) is not None
     return (
         category,
         name,

@@ -13,7 +13,7 @@ import numpy as np
 from meshwright.errors import ConfigError
 from meshwright.insight.diagnose.trace.intervals import Intervals
 from meshwright.insight.diagnose.trace.kineto.event_scanner import EventScanner
-from meshwright.insight.diagnose.trace.kineto.event_table import EventTable, TableBuilder
+from meshwright.insight.diagnose.trace.kineto.event_table import EventTable, Kind, TableBuilder
 from meshwright.insight.diagnose.trace.kineto.trace_file import TraceFile
 
 STEP_NAME = re.compile(r"^ProfilerStep#(\d{1,15})$")
@@ -48,6 +48,15 @@ class KinetoTrace:
     @property
     def has_device(self) -> bool:
         return bool(self.events.is_device.any())
+
+    @property
+    def uses_device(self) -> bool:
+        """Whether the program uses a device, as far as is known. A program on Gloo computes on CPU, whatever devices
+        the header lists.
+        """
+        backend = str(self.distributed.get("backend", ""))
+        signs = self.header.get("deviceProperties"), "nccl" in backend, (self.events.kind == Kind.RUNTIME).any()
+        return backend != "gloo" and any(map(bool, signs))
 
     def steps(self) -> tuple[np.ndarray[Any, np.dtype[np.int64]], Intervals]:
         """The numbers and the times of the steps (`ProfilerStep#` annotations) in order."""
