@@ -1,7 +1,7 @@
 """Every private name of torch that Meshwright uses. An upgrade of torch has to check this file only.
 
 torch_private is imported by telemetry, models, optim, parallel and the simulator; nothing else imports a name of torch
-that starts with an underscore (tests/test_torch_private.py).
+that starts with an underscore (tests/core/test_torch_private.py).
 """
 
 from __future__ import annotations
