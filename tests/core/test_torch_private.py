@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[2] / "meshwright"
-HOME = PACKAGE / "torch_private.py"
+HOME = PACKAGE / "core" / "torch_private.py"
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != HOME)
 
 
