@@ -17,6 +17,7 @@ from meshwright.base.cli import main
 from meshwright.base.records.events import read_events
 from meshwright.base.records.heartbeat import read_heartbeat
 from meshwright.base.records.run_folder import RunFolder
+from meshwright.core.recover.supervisor import newest_checkpoint_step
 
 BIN = Path(sys.executable).parent
 SMALL = [
@@ -41,8 +42,8 @@ def kill_started_jobs():
     STARTED_JOBS.clear()
 
 
-def start_job(folder: Path, *args: str) -> subprocess.Popen[str]:
-    command = [str(BIN / "meshwright"), "train", "--run", str(folder), *SMALL, *args]
+def start_job(folder: Path, *args: str, prefix: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+    command = [*prefix, str(BIN / "meshwright"), "train", "--run", str(folder), *SMALL, *args]
     pipe = subprocess.PIPE
     STARTED_JOBS.append(subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True))
     return STARTED_JOBS[-1]
@@ -118,6 +119,29 @@ def test_signal_during_startup_stops_the_run(tmp_path, delay):
     assert job.returncode == 130, err
     assert "meshwright: stopped by signal 2 before" in err
     assert all_ended(below)
+
+
+def ignores(pid: int, number: int) -> bool:
+    """Whether the kernel discards a signal to a process."""
+    mask = re.search(r"^SigIgn:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return mask is not None and bool(int(mask[1], 16) >> number - 1 & 1)
+
+
+def test_job_that_starts_with_sigint_ignored_leaves_it_ignored_and_sigterm_stops_it(tmp_path):
+    """A shell starts `meshwright train &` of a script so: Ctrl-C is then for the processes in the foreground."""
+    job = start_job(tmp_path / "r", "--steps", "100000", prefix=("sh", "-c", 'trap "" INT; exec "$@"', "sh"))
+    wait_for_steps(tmp_path / "r", 5)
+    processes = [job.pid, *descendants(job.pid)]
+    assert all(ignores(pid, signal.SIGINT) for pid in processes)
+    for pid in processes:
+        os.kill(pid, signal.SIGINT)
+    done = sum(event["kind"] == "step" for event in read_events(tmp_path / "r" / "events" / "rank-00000.jsonl"))
+    wait_for_steps(tmp_path / "r", done + 5)
+    job.send_signal(signal.SIGTERM)
+    _, err = job.communicate(timeout=60)
+    assert job.returncode == 143
+    [step] = re.findall(r"stopped by signal 15 before step (\d+)", err)
+    assert newest_checkpoint_step(RunFolder(tmp_path / "r")) == int(step)
 
 
 def test_signal_to_one_rank_stops_all_ranks(tmp_path):
