@@ -11,8 +11,8 @@ from meshwright.base.records.heartbeat import Heartbeat
 
 
 class SignalWatch:
-    """Notes the signals that stop a run. A signal does not interrupt a step: the next step control vector carries it, so
-    that all ranks stop before the same step.
+    """Notes the signals that stop a run. A signal does not interrupt a step: the next step control vector carries
+    it, so that all ranks stop before the same step.
 
     A thread reads the interpreter's wake-up pipe and writes the signal to the heartbeat, where the supervisor sees it
     and starts the grace period.
