@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
+from collections import defaultdict
 from dataclasses import dataclass, replace
 
 from meshwright.base.hardware.resolve_cluster import resolve_cluster
@@ -155,7 +155,7 @@ def communication_figures(estimate: Estimate) -> list[Figure]:
     units of the embedding and of the head are larger than those of blocks.
     """
     messages: list[Figure] = []
-    totals: Counter[str] = Counter()
+    totals: defaultdict[str, float] = defaultdict(float)
     for call in merged_calls(estimate):
         name = f"{call.axis} {call.collective}"
         messages.append(Figure(f"one {name}", call.message_bytes, "bytes"))
