@@ -1,9 +1,12 @@
-"""Settings shared by all tests: threads, home folders, garbage collection, the order of files, seconds per package."""
+"""Settings shared by all tests: threads, signals, home folders, garbage collection, the order of files, seconds per
+package.
+"""
 
 from __future__ import annotations
 
 import gc
 import os
+import signal
 import tempfile
 from collections import Counter
 from itertools import count
@@ -24,6 +27,9 @@ from hypothesis import settings
 from tests.kit.small_run import small_config
 
 torch.set_num_threads(1)
+# A script, cron and a container may start the session with SIGINT ignored, which every process that a test starts and
+# interrupts would inherit.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 # Time is not a test, and a failure must be the same on the next run.
 settings.register_profile("deterministic", deadline=None, derandomize=True, database=None)
 settings.load_profile("deterministic")

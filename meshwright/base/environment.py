@@ -1,9 +1,10 @@
-"""Reads from the environment what started this process. Torch-free."""
+"""What the process that started this one has decided. Torch-free."""
 
 from __future__ import annotations
 
 import os
 import re
+import signal
 from collections.abc import Mapping
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -34,3 +35,16 @@ def require_torch() -> None:
     numbers = re.match(r"(\d+)\.(\d+)", found)
     if numbers and not FIRST_TORCH <= tuple(map(int, numbers.groups())) < NEXT_TORCH:
         raise ConfigError(f"torch {found} is not supported", f"expected {supported}")
+
+
+def stop_signals() -> tuple[signal.Signals, ...]:
+    """The signals that stop a job after a checkpoint. A shell ignores SIGINT in what a script starts in the background,
+    because Ctrl-C is for the foreground: as Python does, a job leaves an ignored SIGINT ignored.
+    """
+    ignored = signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    return (signal.SIGTERM,) if ignored else (signal.SIGINT, signal.SIGTERM)
+
+
+def forwarded_signal(number: int) -> int:
+    """The signal that tells this host's processes of one that another host of the job may have received."""
+    return number if number in stop_signals() else signal.SIGTERM

@@ -1,7 +1,7 @@
 """Every private name of torch that Meshwright uses. An upgrade of torch has to check this file only.
 
 torch_private is imported by telemetry, models, optim, parallel and the simulator; nothing else imports a name of torch
-that starts with an underscore (tests/test_torch_private.py).
+that starts with an underscore (tests/core/test_torch_private.py).
 """
 
 from __future__ import annotations
@@ -134,11 +134,11 @@ _wrapped_waits: list[Callable[..., Any]] = []
 
 
 def wrap_collective_waits(wrapper: Callable[..., Any]) -> None:
-    """Replaces the functions that wait for a collective by `wrapper(function, *args)`, in this process and once: the
-    `wait` of a work handle, that of functional collectives (DTensor), and on CUDA the wait of a stream for an event of
-    another one (FSDP2).
+    """Replaces the functions that wait for a collective by `wrapper(function, *args)`, in this process and once per
+    wrapper: the `wait` of a work handle, that of functional collectives (DTensor), and on CUDA the wait of a stream for
+    an event of another one (FSDP2). A wrapper calls those that were there before it, such as the parent's of a fork.
     """
-    if _wrapped_waits:
+    if wrapper in _wrapped_waits:
         return
     _wrapped_waits.append(wrapper)
     functions = [(dist.Work, "wait"), (_functional_collectives, "wait_tensor"), (torch.cuda.Stream, "wait_event")]

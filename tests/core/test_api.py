@@ -20,6 +20,8 @@ import torch
 import meshwright
 from meshwright import RunConfig, train
 from meshwright.base.config import BatchConfig, DataConfig, EvalConfig
+from meshwright.base.records.heartbeat import read_heartbeat
+from meshwright.base.records.run_folder import RunFolder
 from meshwright.errors import ConfigError, DataError, IdentityError, NumericsError, RankError
 from meshwright.prover.claims import Claim
 
@@ -183,13 +185,15 @@ def test_second_ctrl_c_kills_the_ranks_and_their_data_loader_workers(tmp_path):
         [sys.executable, str(script)], cwd=tmp_path, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
     )
     log = tmp_path / "hung" / "attempts" / "0001" / "rank-00000.log"
-    end = time.monotonic() + 60
+    end = time.monotonic() + 120
     while not (log.exists() and "reading" in log.read_text()) and time.monotonic() < end:
         time.sleep(0.1)
-    for _ in range(2):
-        job.send_signal(signal.SIGINT)
-        time.sleep(1.0)
-    _, err = job.communicate(timeout=20)  # the pipe stays open as long as a worker lives
+    job.send_signal(signal.SIGINT)
+    heartbeat = RunFolder(tmp_path / "hung").heartbeat(1, 0)
+    while read_heartbeat(heartbeat).signal != signal.SIGINT and time.monotonic() < end:  # two at once would be one
+        time.sleep(0.01)
+    job.send_signal(signal.SIGINT)
+    _, err = job.communicate(timeout=120)  # the pipe stays open as long as a worker lives
     assert "KeyboardInterrupt: a second signal 2 killed the ranks" in err
     assert job.returncode == -signal.SIGINT
 
@@ -213,7 +217,7 @@ def test_ctrl_c_in_a_script_raises_keyboard_interrupt_after_a_checkpoint(tmp_pat
     while not (events.exists() and '"kind":"step"' in events.read_text()) and time.monotonic() < end:
         time.sleep(0.1)
     job.send_signal(signal.SIGINT)
-    _, err = job.communicate(timeout=30)
+    _, err = job.communicate(timeout=120)
     assert "KeyboardInterrupt: stopped by signal 2 before step" in err
     assert job.returncode == -signal.SIGINT
     assert list((tmp_path / "run" / "checkpoints").glob("step-*/manifest.json"))

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +18,7 @@ from meshwright.base.records.heartbeat import process_stat
 from tests.kit.host_namespaces import PREFIX, folder_of, ip, namespaces
 from tests.kit.network_hosts import NetworkHosts, remove_stale, require_network_hosts
 
+ROOT = Path(__file__).parents[2]
 SILENCE = 0.3
 """Seconds after which a datagram that has not arrived does not arrive: undisturbed ones take microseconds."""
 TIMEOUT = 20.0
@@ -364,17 +366,14 @@ def test_a_failure_in_the_context_or_while_hosts_are_made_leaves_nothing_behind(
 def test_namespaces_of_a_killed_process_are_removed_and_those_of_this_one_are_not(network):
     code = (
         "import os, signal\n"
-        "from network_hosts import NetworkHosts\n"
+        "from tests.kit.network_hosts import NetworkHosts\n"
         "with NetworkHosts(2) as network:\n"
         "    sleeper = network[0].run(['sleep', '60'], stdout=-3)\n"
         "    network.degrade(network[0], network[1], delay=0.001)\n"
         "    print(network.name, sleeper.pid, flush=True)\n"
         "    os.kill(os.getpid(), signal.SIGKILL)\n"
     )
-    path = os.pathsep.join(filter(None, [os.path.dirname(__file__), os.environ.get("PYTHONPATH")]))
-    done = subprocess.run(
-        [sys.executable, "-c", code], env={**os.environ, "PYTHONPATH": path}, stdout=subprocess.PIPE, timeout=60
-    )
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, stdout=subprocess.PIPE, timeout=60)
     assert done.returncode == -signal.SIGKILL
     name, pid = done.stdout.decode().split()
     assert name.startswith(PREFIX)

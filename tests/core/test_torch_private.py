@@ -6,9 +6,14 @@ import ast
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
+from torch.distributed import _functional_collectives
+
+from meshwright.core import torch_private
 
 PACKAGE = Path(__file__).parents[2] / "meshwright"
-HOME = PACKAGE / "torch_private.py"
+HOME = PACKAGE / "core" / "torch_private.py"
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != HOME)
 
 
@@ -71,3 +76,25 @@ def test_private_names_of_torch_are_in_torch_private(path):
 )
 def test_private_torch_names_are_found(source, names):
     assert private_torch_names(source) == names
+
+
+def test_every_wrapper_of_waits_is_called_once(monkeypatch):
+    """A forked process inherits the wrapper of its parent: its own one must be called, too."""
+    functions = [(dist.Work, "wait"), (_functional_collectives, "wait_tensor"), (torch.cuda.Stream, "wait_event")]
+    for owner, name in functions:
+        monkeypatch.setattr(owner, name, getattr(owner, name))
+    monkeypatch.setattr(torch_private, "_wrapped_waits", [])
+    called = []
+
+    def parent(wait, *args):
+        called.append("parent")
+        return wait(*args)
+
+    def child(wait, *args):
+        called.append("child")
+        return wait(*args)
+
+    for wrapper in (parent, parent, child):
+        torch_private.wrap_collective_waits(wrapper)
+    _functional_collectives.wait_tensor(torch.ones(1))
+    assert called == ["child", "parent"]

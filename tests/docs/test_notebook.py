@@ -5,8 +5,11 @@ from __future__ import annotations
 import re
 
 import pytest
+from meshwright_practice.labs.grader import grade
+from meshwright_practice.labs.registry import load_lab
 
 from tests.docs.document_commands import ROOT
+from tests.practice.labs.lab_gradings import verdict
 
 nbformat = pytest.importorskip("nbformat")
 nbclient = pytest.importorskip("nbclient")
@@ -40,6 +43,15 @@ def test_notebook_answers_the_four_questions_in_order(notebook):
     ]
     assert [heading for heading, part in zip(headings, parts, strict=True) if not heading.startswith(part)] == []
     assert text.count("Question") >= 3
+
+
+def test_checkpoint_of_the_notebook_survives_a_crash_at_any_time(notebook, tmp_path):
+    """The lab on crash-safe checkpoints grades it."""
+    [source] = [cell.source for cell in notebook.cells if "def save(folder, step, payload)" in cell.source]
+    path = tmp_path / "checkpoint.py"
+    path.write_text(f"import hashlib\nimport os\n\n\n{source}\n")
+    grading = grade(load_lab("crash_safe_checkpoint"), path)
+    assert grading.passed, verdict(grading)
 
 
 @pytest.mark.timeout(420)

@@ -1,4 +1,4 @@
-"""Prints predictions of models of transformers and of a CNN beside counts: python tests/print_predictions.py."""
+"""Prints predictions of models of transformers and of a CNN beside counts: python tests/kit/print_predictions.py."""
 
 from __future__ import annotations
 

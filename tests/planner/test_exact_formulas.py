@@ -65,9 +65,9 @@ def test_counted_volume_and_state_memory_equal_the_formulas(case, counted_by_cas
     assert memory == state_memory(CASES[case], layout, batch, rank=1)
 
 
-def test_counted_bf16_volume_equals_the_formulas():
-    """Units are all-gathered in bf16 except for the one with the embedding; so are activations, except for the output
-    of the embedding.
+def test_counted_bf16_volume_and_state_memory_equal_the_formulas():
+    """Units are all-gathered in bf16 except for the one with the embedding, whose gradients are float32 as well; so are
+    activations, except for the output of the embedding.
     """
     options = ["--precision.compute=bf16", *EVEN]
     cases = [
@@ -75,11 +75,13 @@ def test_counted_bf16_volume_equals_the_formulas():
         for more in (
             ["--layout.shard=parameters"],
             ["--layout.shard=parameters", "--model.tie=true"],
+            ["--layout.shard=parameters", "--model.tie=true", "--model.vocab=16"],
             ["--layout.tensor=2"],
         )
     ]
-    for case, (volume, _) in zip(cases, run_ranks(count_steps, RANKS, cases)[0], strict=True):
+    for case, (volume, memory) in zip(cases, run_ranks(count_steps, RANKS, cases)[0], strict=True):
         assert volume == comm_volume(case, *validate(case))
+        assert memory == state_memory(case, *validate(case))
 
 
 def parameter_bytes() -> int:

@@ -44,7 +44,7 @@ def proof(case: CustomCase) -> CustomProof:
 
 def test_certificate_describes_the_model_that_was_proven():
     described = proof(CustomCase(Classifier(), class_loss, REPLICATE, Points())).describe()
-    assert described["class"] == "custom_models.Classifier"
+    assert described["class"] == "tests.prover.custom_models.Classifier"
     assert described["parameters"] == sum(p.numel() for p in Classifier().parameters())
     assert described["layout"] == "replicate 2"
 

@@ -6,13 +6,13 @@ import json
 import os
 import re
 import signal
-import threading
 
 import pytest
 
 from meshwright.base.cli import main
 from meshwright.base.records.failures import Failure, RanksFailed
 from meshwright.core.data.stream import Stream
+from meshwright.core.recover.watchdog import Watchdog
 from meshwright.core.trainer.step import Step
 from meshwright.errors import ConfigError
 from meshwright.prover import prove as prove_module
@@ -118,11 +118,18 @@ def test_ctrl_c_during_prove_exits_130_and_keeps_the_certificate(tmp_path, monke
     """SIGINT arrives while the supervisor of the recovery check watches the ranks."""
     (tmp_path / "c.json").write_text("an older certificate")
     monkeypatch.setattr(prove_module, "CHECKS", only("recovery", check_recovery))
-    interrupt = threading.Timer(2.0, os.kill, (os.getpid(), signal.SIGINT))
-    interrupt.start()
+    check, sent = Watchdog.check, []
+
+    def interrupted(watchdog):
+        if not sent:
+            sent.append(watchdog)
+            os.kill(os.getpid(), signal.SIGINT)
+        return check(watchdog)
+
+    monkeypatch.setattr(Watchdog, "check", interrupted)
     with pytest.raises((SystemExit, KeyboardInterrupt)) as stop:
         main(["prove", "--out", str(tmp_path / "c.json"), *SMALL])
-    interrupt.join()
+    assert sent
     assert isinstance(stop.value, KeyboardInterrupt) or stop.value.code == 130
     assert (tmp_path / "c.json").read_text() == "an older certificate"
 

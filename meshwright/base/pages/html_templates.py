@@ -9,7 +9,7 @@ from jinja2 import Environment, PackageLoader, StrictUndefined
 
 
 def template_environment(finalize: Callable[[Any], Any] | None = None) -> Environment:
-    """Returns the environment of the templates beside this file; `finalize` maps every value before it is written."""
+    """Returns the environment of `templates` beside this file; `finalize` maps every value before it is written."""
     return Environment(
         loader=PackageLoader("meshwright.base.pages"),
         autoescape=True,

@@ -15,6 +15,7 @@ from contextlib import suppress
 from typing import Any
 
 from meshwright.base.config import RunConfig, config_to_dict
+from meshwright.base.environment import forwarded_signal
 from meshwright.base.io import create_file
 from meshwright.base.records.failures import Failure, RanksFailed
 from meshwright.base.records.heartbeat import HeartbeatReading
@@ -142,9 +143,9 @@ class ForkServer:
 
     def signal(self, number: int) -> None:
         assert self._process is not None
-        self._sent_signal = number
+        self._sent_signal = forwarded_signal(number)
         if self._process.poll() is None:
-            self._process.send_signal(number)
+            self._process.send_signal(self._sent_signal)
             self._process.send_signal(signal.SIGCONT)  # a stopped process handles a signal once it continues
 
     def kill(self) -> None:

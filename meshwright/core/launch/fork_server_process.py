@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from meshwright.base.config import config_from_dict
+from meshwright.base.environment import stop_signals
 from meshwright.base.parent_death import exit_with_parent
 from meshwright.base.records.failures import Failure, RanksFailed
 from meshwright.base.records.run_folder import RunFolder
@@ -72,12 +73,13 @@ class ForkServerProcess:
 
     def collect_signals(self) -> None:
         """From now on a signal is passed to the ranks."""
-        for number in (signal.SIGINT, signal.SIGTERM):
+        for number in stop_signals():
             signal.signal(number, lambda received, _frame: self.signals.append(received))
 
 
 def main(result_file: int, job_file: int, process: type[ForkServerProcess] = ForkServerProcess) -> None:
-    signal.signal(signal.SIGINT, signal.SIG_DFL)  # until ranks exist, a signal simply ends this process
+    if signal.SIGINT in stop_signals():
+        signal.signal(signal.SIGINT, signal.SIG_DFL)  # until ranks exist, a signal simply ends this process
     with os.fdopen(job_file) as file:
         server = process(json.load(file))
     exit_with_parent(server.request["parent"])

@@ -28,6 +28,7 @@ from typing import Any
 import torch
 
 from meshwright.base.config import LaunchConfig
+from meshwright.base.environment import forwarded_signal
 from meshwright.base.io import create_file
 from meshwright.base.parent_death import exit_with_parent
 from meshwright.base.records.failures import Failure, RanksFailed
@@ -198,8 +199,8 @@ class Ranks:
 
     def signal(self, number: int) -> None:
         """Sends a signal to every rank; `poll` repeats it, because a rank that is still starting ignores signals."""
-        self._sent_signal = number
-        self._send_signal(number)
+        self._sent_signal = forwarded_signal(number)
+        self._send_signal(self._sent_signal)
 
     def _send_signal(self, number: int) -> None:
         for process in self._processes.values():

@@ -19,6 +19,7 @@ from typing import Any
 
 from meshwright.base.checkpoint.listing import list_leases, list_published, open_run_store
 from meshwright.base.config import LaunchConfig
+from meshwright.base.environment import stop_signals
 from meshwright.base.records.attempt_files import has_ended, write_incident
 from meshwright.base.records.events import EventLog
 from meshwright.base.records.failures import FINAL_EXIT_CODES, AttemptResized, RanksFailed
@@ -100,11 +101,11 @@ def record_command_end(folder: RunFolder) -> None:
 
 @contextmanager
 def received_signals() -> Iterator[list[int]]:
-    """Collects SIGINT and SIGTERM until the job ends, so that a signal between two attempts stops the job as well. Only
-    the main thread can handle signals.
+    """Collects the signals that stop the job until it ends, so that one between two attempts stops it as well. Only the
+    main thread can handle signals.
     """
     received: list[int] = []
-    numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+    numbers = stop_signals() if threading.current_thread() is threading.main_thread() else ()
     handlers = {number: signal.signal(number, lambda got, _frame: received.append(got)) for number in numbers}
     try:
         yield received

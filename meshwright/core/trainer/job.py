@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from signal import Signals
 from typing import TYPE_CHECKING, Any
 
 from meshwright.base.config import BLOCK_SIZES, Batch, BlockSizes, RunConfig
 from meshwright.base.config.device_defaults import is_resolved
+from meshwright.base.environment import stop_signals
 from meshwright.base.records.events import Event
 from meshwright.base.records.run_folder import RunFolder
 from meshwright.base.store.interface import Store
@@ -90,6 +92,8 @@ class Job:
     """which ranks run on which host, in a job on several hosts"""
     given: RunConfig | None = None
     """the settings as the user gave them, which run.toml keeps; None: those of `config`"""
+    stop_signals: tuple[Signals, ...] = field(default_factory=stop_signals)
+    """those of the process that makes the job: a rank ignores all signals before it trains"""
 
     def __post_init__(self) -> None:
         assert is_resolved(self.config), "the config of a job has the defaults of its device (with_device_defaults)"

@@ -86,7 +86,7 @@ class Training:
 
     def __init__(self, job: Job, world: World) -> None:
         self.job, self.world, self.config = job, world, job.config
-        self.signals = SignalWatch(world.heartbeat)
+        self.signals = SignalWatch(world.heartbeat, job.stop_signals)
         set_determinism(self.config.precision, self.config.launch.threads, world.device)
         self.precision = Precision(self.config.precision, world.device)
         build = partial(build_parallel_model, self.config, job.layout, job.custom)

@@ -9,23 +9,21 @@ from types import FrameType
 
 from meshwright.base.records.heartbeat import Heartbeat
 
-STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
 
 class SignalWatch:
-    """Notes SIGINT and SIGTERM. A signal does not interrupt a step: the next step control vector carries it, so that
-    all ranks stop before the same step.
+    """Notes the signals that stop a run. A signal does not interrupt a step: the next step control vector carries
+    it, so that all ranks stop before the same step.
 
     A thread reads the interpreter's wake-up pipe and writes the signal to the heartbeat, where the supervisor sees it
     and starts the grace period.
     """
 
-    def __init__(self, heartbeat: Heartbeat) -> None:
-        self.heartbeat, self.number = heartbeat, 0
+    def __init__(self, heartbeat: Heartbeat, numbers: tuple[signal.Signals, ...]) -> None:
+        self.heartbeat, self.numbers, self.number = heartbeat, numbers, 0
         self._reader, self._writer = os.pipe()
         os.set_blocking(self._writer, False)
         self._previous_fd = signal.set_wakeup_fd(self._writer, warn_on_full_buffer=False)
-        for number in STOP_SIGNALS:
+        for number in numbers:
             signal.signal(number, self._note)
         self._thread = threading.Thread(target=self._listen, name="signals", daemon=True)
         self._thread.start()
@@ -48,5 +46,5 @@ class SignalWatch:
     def _listen(self) -> None:
         while 0 not in (numbers := os.read(self._reader, 64)):
             for number in numbers:
-                if number in STOP_SIGNALS:
+                if number in self.numbers:
                     self._note(number, None)

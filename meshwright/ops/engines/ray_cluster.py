@@ -19,6 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from meshwright.base.environment import stop_signals
 from meshwright.base.parent_death import exit_with_parent
 from meshwright.base.records.run_folder import RunFolder
 from meshwright.errors import ConfigError
@@ -197,13 +198,13 @@ class RayJob:
 
 
 class stop_on_signal:
-    """While it is open, SIGINT and SIGTERM to this process stop the job after a checkpoint."""
+    """While it is open, the signals that stop a job stop this one after a checkpoint."""
 
     def __init__(self, job: RayJob) -> None:
         self.job = job
 
     def __enter__(self) -> None:
-        numbers = (signal.SIGINT, signal.SIGTERM) if threading.current_thread() is threading.main_thread() else ()
+        numbers = stop_signals() if threading.current_thread() is threading.main_thread() else ()
         self.handlers = {number: signal.signal(number, self.note) for number in numbers}
 
     def note(self, _number: int, _frame: Any) -> None:

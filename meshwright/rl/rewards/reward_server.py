@@ -33,6 +33,8 @@ from meshwright.rl.rewards.reward_function import RewardFunction, describe_failu
 
 EXIT_SECONDS = 0.3
 """How long the end of a worker is waited for; it is killed then, and if that takes longer, it is waited for later."""
+KILL_SECONDS = 5.0
+"""How long the end of a killed worker is waited for, where its status says how it ended."""
 PROGRESS = struct.Struct("<q")
 
 Message = dict[str, Any]
@@ -86,7 +88,7 @@ class RewardServer:
         except OSError:
             reply = None
         if reply is None:
-            return self._failed(f"the process of the reward {describe_status(self.worker.wait(EXIT_SECONDS))}")
+            return self._failed(f"the process of the reward {describe_status(self._status())}")
         if isinstance(failure := reply.get("failure"), str):
             return {"failure": failure}
         rewards = reply.get("rewards")
@@ -97,6 +99,15 @@ class RewardServer:
     def _failed(self, text: str) -> Message:
         (index,) = PROGRESS.unpack(self.progress[:])
         return {"failure": f"{text}, for completion {index} of the group"}
+
+    def _status(self) -> int | None:
+        """How a worker ended whose channel is closed; None if it lives on. The kernel closes the files of a process
+        before it can be waited for. To kill one that is ending does not change how it ends.
+        """
+        if self.worker.wait(EXIT_SECONDS) is None:
+            self.worker.kill(KILL_SECONDS)
+            return None if self.worker.status == -signal.SIGKILL else self.worker.status
+        return self.worker.status
 
     def _set_progress(self, index: int) -> None:
         self.progress[:] = PROGRESS.pack(index)

@@ -97,8 +97,8 @@ class Citation:
 
 @dataclass(frozen=True)
 class Experiment:
-    """A run on `ranks` local ranks, through the parts that train. `run` names its function, such as ring:volumes for
-    `volumes` in practice/meshwright_practice/experiments/ring.py, so that reading a card does not import torch.
+    """A run on `ranks` local ranks, through the parts that train. `run` names its function, such as numerics:formats
+    for `formats` in practice/meshwright_practice/experiments/numerics.py, so that reading a card does not import torch.
     """
 
     run: str

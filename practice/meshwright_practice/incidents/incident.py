@@ -109,7 +109,7 @@ class IncidentClass:
     hints: tuple[str, str, str]
     path: tuple[Move, ...]
     read: tuple[str, ...]
-    """cards and chapters to read"""
+    """cards, which `practice cards --show` prints, and sections of the handbook"""
     par: float = 300.0
     """seconds within which an answer costs nothing"""
     observed_step: Callable[[RunHistory], int | None] | None = None

@@ -17,6 +17,7 @@ from meshwright.base.cli import main
 from meshwright.base.records.events import read_events
 from meshwright.base.records.heartbeat import read_heartbeat
 from meshwright.base.records.run_folder import RunFolder
+from meshwright.core.recover.supervisor import newest_checkpoint_step
 
 BIN = Path(sys.executable).parent
 SMALL = [
@@ -41,14 +42,14 @@ def kill_started_jobs():
     STARTED_JOBS.clear()
 
 
-def start_job(folder: Path, *args: str) -> subprocess.Popen[str]:
-    command = [str(BIN / "meshwright"), "train", "--run", str(folder), *SMALL, *args]
+def start_job(folder: Path, *args: str, prefix: tuple[str, ...] = ()) -> subprocess.Popen[str]:
+    command = [*prefix, str(BIN / "meshwright"), "train", "--run", str(folder), *SMALL, *args]
     pipe = subprocess.PIPE
     STARTED_JOBS.append(subprocess.Popen(command, stdout=pipe, stderr=pipe, text=True, start_new_session=True))
     return STARTED_JOBS[-1]
 
 
-def wait_for_steps(folder: Path, count: int, seconds: float = 60, attempt: int = 1) -> None:
+def wait_for_steps(folder: Path, count: int, seconds: float = 120, attempt: int = 1) -> None:
     path = folder / "events" / "rank-00000.jsonl"
     end = time.monotonic() + seconds
     while time.monotonic() < end:
@@ -76,7 +77,7 @@ def rank_pid(run: Path, rank: int) -> int:
     return reading.pid
 
 
-def all_ended(pids: list[int], seconds: float = 10) -> bool:
+def all_ended(pids: list[int], seconds: float = 60) -> bool:
     end = time.monotonic() + seconds
     while time.monotonic() < end:
         if not any(
@@ -95,7 +96,7 @@ def test_signal_stops_every_rank_before_the_same_step_with_exit_code_130_or_143(
     below = descendants(job.pid)
     assert len(below) == 4  # the fork server, two ranks and the guard of their descendants
     os.kill(job.pid, number)
-    out, err = job.communicate(timeout=30)
+    out, err = job.communicate(timeout=120)
     assert job.returncode == code
     assert f"stopped by signal {int(number)} before step" in err
     last = [
@@ -114,17 +115,40 @@ def test_signal_during_startup_stops_the_run(tmp_path, delay):
     time.sleep(delay)
     below = descendants(job.pid)
     job.send_signal(signal.SIGINT)
-    _, err = job.communicate(timeout=30)
+    _, err = job.communicate(timeout=120)
     assert job.returncode == 130, err
     assert "meshwright: stopped by signal 2 before" in err
     assert all_ended(below)
+
+
+def ignores(pid: int, number: int) -> bool:
+    """Whether the kernel discards a signal to a process."""
+    mask = re.search(r"^SigIgn:\s*(\w+)$", Path(f"/proc/{pid}/status").read_text(), re.MULTILINE)
+    return mask is not None and bool(int(mask[1], 16) >> number - 1 & 1)
+
+
+def test_job_that_starts_with_sigint_ignored_leaves_it_ignored_and_sigterm_stops_it(tmp_path):
+    """A shell starts `meshwright train &` of a script so: Ctrl-C is then for the processes in the foreground."""
+    job = start_job(tmp_path / "r", "--steps", "100000", prefix=("sh", "-c", 'trap "" INT; exec "$@"', "sh"))
+    wait_for_steps(tmp_path / "r", 5)
+    processes = [job.pid, *descendants(job.pid)]
+    assert all(ignores(pid, signal.SIGINT) for pid in processes)
+    for pid in processes:
+        os.kill(pid, signal.SIGINT)
+    done = sum(event["kind"] == "step" for event in read_events(tmp_path / "r" / "events" / "rank-00000.jsonl"))
+    wait_for_steps(tmp_path / "r", done + 5)
+    job.send_signal(signal.SIGTERM)
+    _, err = job.communicate(timeout=120)
+    assert job.returncode == 143
+    [step] = re.findall(r"stopped by signal 15 before step (\d+)", err)
+    assert newest_checkpoint_step(RunFolder(tmp_path / "r")) == int(step)
 
 
 def test_signal_to_one_rank_stops_all_ranks(tmp_path):
     job = start_job(tmp_path / "r", "--steps", "100000")
     wait_for_steps(tmp_path / "r", 5)
     os.kill(rank_pid(tmp_path / "r", 1), signal.SIGTERM)
-    _, err = job.communicate(timeout=30)
+    _, err = job.communicate(timeout=120)
     assert job.returncode == 143, err
 
 
@@ -133,7 +157,7 @@ def test_killed_rank_ends_the_run_with_exit_code_8_and_is_reported(tmp_path):
     wait_for_steps(tmp_path / "r", 5)
     below = descendants(job.pid)
     os.kill(rank_pid(tmp_path / "r", 1), signal.SIGKILL)
-    _, err = job.communicate(timeout=30)
+    _, err = job.communicate(timeout=120)
     assert job.returncode == 8
     assert re.search(r"rank 1 was killed by signal 9 \(SIGKILL\)", err.splitlines()[0])
     assert all_ended(below)
@@ -144,12 +168,12 @@ def test_ranks_end_when_the_supervisor_is_killed_and_the_run_folder_is_usable_ag
     wait_for_steps(tmp_path / "r", 5)
     below = descendants(job.pid)
     job.kill()
-    job.communicate(timeout=10)
+    job.communicate(timeout=120)
     assert all_ended(below)
     second = start_job(tmp_path / "r", "--steps", "100000")
     wait_for_steps(tmp_path / "r", 2, attempt=2)
     second.send_signal(signal.SIGINT)
-    second.communicate(timeout=30)
+    second.communicate(timeout=120)
     attempts = {e["attempt"] for e in read_events(tmp_path / "r" / "events" / "rank-00000.jsonl")}
     assert attempts == {1, 2}
 
@@ -158,16 +182,16 @@ def test_second_job_on_the_same_run_folder_exits_with_code_9(tmp_path):
     job = start_job(tmp_path / "r", "--steps", "100000")
     wait_for_steps(tmp_path / "r", 1)
     second = start_job(tmp_path / "r", "--steps", "100000")
-    _, err = second.communicate(timeout=20)
+    _, err = second.communicate(timeout=120)
     assert second.returncode == 9
     assert f"held by process {job.pid}" in err
     job.send_signal(signal.SIGINT)
-    job.communicate(timeout=30)
+    job.communicate(timeout=120)
 
 
 def test_output_without_a_terminal_has_one_plain_line_per_log_step(tmp_path):
     job = start_job(tmp_path / "r", "--steps", "6", "--log_every=2")
-    out, err = job.communicate(timeout=60)
+    out, err = job.communicate(timeout=120)
     assert job.returncode == 0, err
     assert "\x1b" not in out
     assert [m[1] for m in re.finditer(r"^ +(\d+) of 6 steps done  loss", out, re.MULTILINE)] == ["1", "3", "5", "6"]
@@ -176,7 +200,7 @@ def test_output_without_a_terminal_has_one_plain_line_per_log_step(tmp_path):
 
 
 def test_json_option_prints_one_event_per_line(tmp_path):
-    out, err = start_job(tmp_path / "r", "--steps", "3", "--json").communicate(timeout=60)
+    out, err = start_job(tmp_path / "r", "--steps", "3", "--json").communicate(timeout=120)
     events = [json.loads(line) for line in out.splitlines()]
     assert [e["kind"] for e in events] == [
         "attempt_start",
@@ -195,7 +219,7 @@ def test_json_option_prints_one_event_per_line(tmp_path):
 def test_invalid_token_file_is_one_line_with_exit_code_6(tmp_path):
     (tmp_path / "odd.bin").write_bytes(b"12345")
     job = start_job(tmp_path / "r", "--data.kind=tokens", f"--data.path={tmp_path / 'odd.bin'}")
-    _, err = job.communicate(timeout=60)
+    _, err = job.communicate(timeout=120)
     assert job.returncode == 6
     assert err.count("\n") == 1
     assert "is not a multiple of" in err
@@ -204,7 +228,7 @@ def test_invalid_token_file_is_one_line_with_exit_code_6(tmp_path):
 def test_run_folder_that_cannot_be_created_is_reported_with_exit_code_2(tmp_path):
     (tmp_path / "file").write_text("")
     job = start_job(tmp_path / "file" / "r")
-    _, err = job.communicate(timeout=20)
+    _, err = job.communicate(timeout=120)
     assert job.returncode == 2
     assert "cannot create the run folder" in err
 
@@ -216,7 +240,7 @@ def test_torchrun_gives_bitwise_the_same_parameters(tmp_path):
     command = [str(BIN / "torchrun"), *rendezvous, *job]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120, env=environment)
     assert done.returncode == 0, done.stderr
-    start_job(tmp_path / "own", "--steps", "4").communicate(timeout=60)
+    start_job(tmp_path / "own", "--steps", "4").communicate(timeout=120)
     digests = [
         list(read_events(tmp_path / name / "events" / "rank-00000.jsonl"))[-1]["parameters_digest"]
         for name in ("torchrun", "own")

@@ -7,6 +7,7 @@ import signal
 import pytest
 
 from meshwright.base.config import LaunchConfig
+from meshwright.base.environment import forwarded_signal, stop_signals
 from meshwright.base.records.failures import Failure, RanksFailed
 from meshwright.base.records.incidents import read_incidents
 from meshwright.base.records.run_folder import RunFolder
@@ -48,6 +49,17 @@ class SilentViewer:
     def show(self, event: dict) -> None: ...
 
     def close(self) -> None: ...
+
+
+def test_host_that_ignores_sigint_is_stopped_by_that_of_another_host():
+    """Its own processes ignore SIGINT, too: they are told by SIGTERM."""
+    previous = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        assert stop_signals() == (signal.SIGTERM,)
+        assert [forwarded_signal(number) for number in (signal.SIGINT, signal.SIGTERM)] == [signal.SIGTERM] * 2
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    assert [forwarded_signal(number) for number in stop_signals()] == [signal.SIGINT, signal.SIGTERM]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])

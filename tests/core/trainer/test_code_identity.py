@@ -45,7 +45,7 @@ def test_finished_run_is_not_complete_for_another_activation_or_loss(tmp_path):
         run(classifier(nn.GELU), summed_cross_entropy, accept_code=True)
     assert "--" not in str(raised.value)
     with pytest.raises(
-        IdentityError, match=r"loss was custom_model\.summed_cross_entropy and is .*doubled_cross_entropy"
+        IdentityError, match=r"loss was tests\.kit\.custom_model\.summed_cross_entropy and is .*doubled_cross_entropy"
     ):
         run(classifier(), doubled_cross_entropy)
     assert run(classifier(), summed_cross_entropy).parameters_digest == first.parameters_digest

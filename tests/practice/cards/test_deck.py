@@ -65,7 +65,9 @@ def test_ids_are_unique_and_close_ones_are_suggested(tmp_path, monkeypatch):
     package.mkdir()
     (package / "__init__.py").write_text('"""Deck."""\n')
     for name in ("a", "b"):
-        (package / f"{name}.py").write_text("from fake_cards import PREDICTED\nCARDS = (PREDICTED,)\n")
+        (package / f"{name}.py").write_text(
+            "from tests.practice.cards.fake_cards import PREDICTED\nCARDS = (PREDICTED,)\n"
+        )
     monkeypatch.syspath_prepend(tmp_path)
     found = types.ModuleType("two_decks")
     found.__path__ = [str(package)]
@@ -98,8 +100,11 @@ def test_a_wrong_card_does_not_pass(runner):
     assert not relation_survives_mutation(loose, {"doubled": 16.0})
 
 
-BY_EXPERIMENT = {card.experiment.run: card for card in reversed(CARDS.values())}
-"""One card per experiment."""
+BY_EXPERIMENT = {
+    experiment: [card for card in CARDS.values() if card.experiment.run == experiment]
+    for experiment in {card.experiment.run for card in CARDS.values()}
+}
+"""The cards of each experiment, which runs once for all of them."""
 
 
 def test_every_module_has_experiments_that_are_not_slow():
@@ -109,9 +114,9 @@ def test_every_module_has_experiments_that_are_not_slow():
 
 
 @pytest.mark.parametrize("experiment", sorted(BY_EXPERIMENT.keys() - SLOW_EXPERIMENTS))
-def test_a_card_of_every_quick_experiment_is_true_here(experiment, deck_runner):
-    [verified] = verify_cards([BY_EXPERIMENT[experiment]], deck_runner)
-    check(verified)
+def test_cards_of_every_quick_experiment_are_true_here(experiment, deck_runner):
+    for verified in verify_cards(BY_EXPERIMENT[experiment], deck_runner):
+        check(verified)
 
 
 @pytest.mark.long

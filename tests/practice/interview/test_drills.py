@@ -9,7 +9,7 @@ import pytest
 from meshwright_practice.cards.deck import communication
 from meshwright_practice.cards.registry import all_cards, collect_cards
 from meshwright_practice.interview.drills.answer import parse_answer
-from meshwright_practice.interview.drills.case_figures import draw_case, judge_case
+from meshwright_practice.interview.drills.case_figures import communication_figures, draw_case, judge_case
 from meshwright_practice.interview.drills.drill_grading import grade_answer, scores
 from meshwright_practice.interview.drills.drill_text import drill_json, drill_text
 from meshwright_practice.interview.drills.quantities import quantities
@@ -50,6 +50,26 @@ def test_answer_is_graded_as_it_deserves(name, index, answer, expected):
     assert {check.name for check in checks if not check.passed} == expected
     for check in checks:
         assert check.passed or check.message
+
+
+@pytest.mark.parametrize(("scenario", "case"), all_cases(), ids=lambda each: getattr(each, "name", None))
+def test_figures_of_a_collective_have_all_its_messages(scenario, case):
+    """Against the planner's own sum of every remedy: messages of one collective have several sizes."""
+    for judged in judge_case(scenario, case).remedies:
+        figures = [(figure.name, figure.value) for figure in communication_figures(judged.estimate)]
+        calls = [call for call in judged.estimate.calls if call.ranks > 1]
+        for name in {f"{call.axis} {call.collective}" for call in calls}:
+            total = sum(c.message_bytes * c.calls for c in calls if f"{c.axis} {c.collective}" == name)
+            [stated] = [value for each, value in figures if each == f"all {name} of a step"]
+            assert stated == pytest.approx(total, rel=1e-12)
+
+
+def test_all_reduce_of_a_step_is_that_of_all_gradients():
+    """Sixteen blocks are 3.63 GiB of float32; the embedding and the head are the rest."""
+    scenario = SCENARIOS["all_reduce_dominates"]
+    case = judge_case(scenario, scenario.cases[0])
+    figures = {figure.name: figure.value for figure in communication_figures(case.now)}
+    assert figures["all replicate all_reduce of a step"] == 4 * case.now.job.model.parameters
 
 
 def test_words_without_numbers_cannot_score_full():

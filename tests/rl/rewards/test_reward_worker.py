@@ -24,8 +24,8 @@ from tests.kit.reward_processes import ends_soon, processes_below, worker_of
 
 ITEM = {"prompt": "say it", "answer": "yes"}
 GROUP = [CompletionText("yes", [1, 0]), CompletionText("no", [2, 0])]
-GRACE = 1.0
-"""Seconds after its time limit within which a group is answered."""
+GRACE = 60.0
+"""Seconds after its time limit within which a group is answered on a busy machine; rewards that hang take 1000."""
 
 
 def exact(item, completion):

@@ -111,7 +111,7 @@ class DataParallel:
             if units:
                 yield Wait(GATHER)
         if stage.root is not None and kind.op == "B" and self.plan.gradients != "buffers" and not self.in_place(kind):
-            yield Allocate(GRADIENTS, stage.root.early * self.new_bytes)
+            yield Allocate(GRADIENTS, stage.root.early * self.new_bytes(stage.root))
 
     def copy(self, unit: Unit, kind: PassKind) -> Iterator[Operation]:
         if self.plan.unshards:
@@ -164,10 +164,15 @@ class DataParallel:
 
     # Gradients.
 
-    @property
-    def new_bytes(self) -> float:
+    def computed_bytes(self, unit: Unit) -> float:
+        """Bytes per element of a gradient that a backward pass has just computed: autograd gives it the dtype of the
+        unsharded parameter.
+        """
+        return unit.computed or self.sizes.computed
+
+    def new_bytes(self, unit: Unit) -> float:
         """Bytes per element of a gradient that a backward pass adds."""
-        return self.sizes.computed if self.plan.gradients == "units" else self.sizes.kept
+        return self.computed_bytes(unit) if self.plan.gradients == "units" else self.sizes.kept
 
     def in_place(self, kind: PassKind) -> bool:
         """Whether the gradients of the pass are added to unsharded ones of earlier micro-batches."""
@@ -186,18 +191,18 @@ class DataParallel:
             return
         for unit in units:
             if not self.in_place(kind):
-                yield Allocate(GRADIENTS, unit.first * self.new_bytes)
+                yield Allocate(GRADIENTS, unit.first * self.new_bytes(unit))
             elif self.plan.gradients == "units":
-                yield Allocate(ACTIVATIONS, unit.first * self.sizes.computed)
+                yield Allocate(ACTIVATIONS, unit.first * self.computed_bytes(unit))
 
     def gradients(self, units: Sequence[Unit], kind: PassKind, residual: float = 0.0) -> Iterator[Operation]:
         """The other gradients of a block; its units are reduced in the reverse order of their use."""
         for unit in reversed(units):
             if self.plan.gradients != "buffers":
                 if not self.in_place(kind):
-                    yield Allocate(GRADIENTS, (unit.numel - unit.first) * self.new_bytes)
+                    yield Allocate(GRADIENTS, (unit.numel - unit.first) * self.new_bytes(unit))
                 elif self.plan.gradients == "units":
-                    yield Allocate(ACTIVATIONS, -unit.first * self.sizes.computed)
+                    yield Allocate(ACTIVATIONS, -unit.first * self.computed_bytes(unit))
             if self.plan.gradients != "units":
                 if self.reduces(kind) and not (self.plan.pipelined and self.plan.unshards):
                     yield from self.reduction(unit, kind)
@@ -208,12 +213,12 @@ class DataParallel:
                 yield from self.reduce_unit(unit, kind)
                 yield Allocate(ACTIVATIONS, -residual)
             elif not kind.accumulates:
-                yield Allocate(GRADIENTS, unit.numel * (self.sizes.kept - self.sizes.computed))
+                yield Allocate(GRADIENTS, unit.numel * (self.sizes.kept - self.computed_bytes(unit)))
 
     def reduce_unit(self, unit: Unit, kind: PassKind) -> Iterator[Operation]:
         """FSDP2 copies the gradients into a flat tensor, and reduce-scatters it."""
         sizes = self.sizes
-        unsharded = sizes.kept if self.in_place(kind) or self.plan.pipelined else sizes.computed
+        unsharded = sizes.kept if self.in_place(kind) or self.plan.pipelined else self.computed_bytes(unit)
         yield Allocate(COMMUNICATION, -self.held)
         yield Allocate(COMMUNICATION, unit.padded * sizes.kept)
         yield from self.reduction(unit, kind)
@@ -247,13 +252,13 @@ class DataParallel:
         if stage.root is not None:
             root = stage.root
             if self.plan.gradients != "buffers" and not self.in_place(kind):
-                yield Allocate(GRADIENTS, (root.numel - root.early) * self.new_bytes)
+                yield Allocate(GRADIENTS, (root.numel - root.early) * self.new_bytes(root))
             if self.plan.gradients != "units":
                 yield from self.reduction(root, kind) if self.reduces(kind) else ()
             elif self.reduces(kind):
                 yield from self.reduce_unit(root, kind)
             elif not kind.accumulates:
-                yield Allocate(GRADIENTS, root.numel * (self.sizes.kept - self.sizes.computed))
+                yield Allocate(GRADIENTS, root.numel * (self.sizes.kept - self.computed_bytes(root)))
             yield from self.reshard([root], kind)
         unaccumulated = self.unaccumulated(stage, kind)
         if kind.op == "W" and not kind.accumulates:

@@ -43,6 +43,7 @@ class UnitSizes:
             trained / ranks,
             first=first * self.trainable,
             partial=partial if self.job.layout.tensor > 1 else 0.0,
+            computed=self.embedding_bytes if embedding else 0.0,
         )
 
 

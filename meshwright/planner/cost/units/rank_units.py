@@ -26,6 +26,11 @@ from meshwright.planner.cost.units.data_sharding import ShardRanks, data_shardin
 from meshwright.planner.cost.units.stage_parameters import StageLayers
 from meshwright.planner.workload.planned_job import PlannedJob
 
+OWN_DTYPE = (BEFORE, ROOT)
+"""The units of the modules before the blocks: their unsharded parameters have the dtype of the weights, so that the
+residual stream begins in it.
+"""
+
 
 @dataclass(frozen=True)
 class UnitGroup:
@@ -64,6 +69,8 @@ class Unit:
     """elements of gradients that backward computes long before the others of the unit"""
     partial: float = 0
     """elements of gradients that are partial sums over the tensor axis"""
+    computed: float = 0
+    """bytes per element of a gradient that backward has just computed, if that is not the compute dtype's"""
 
     def __add__(self, other: Unit) -> Unit:
         """Both units as one, with the groups of the first."""
@@ -213,6 +220,7 @@ def exact_unit(
         max((parameter.numel for parameter in trainable), default=0),
         early,
         sum(parameter.numel for parameter in members if parameter.grad_is_partial),
+        weight_bytes(config) if name in OWN_DTYPE else 0,
     )
 
 
@@ -222,12 +230,9 @@ def stored_bytes(config: RunConfig, parameter: ParameterShard) -> int:
 
 
 def unsharded_bytes(config: RunConfig, name: str, members: Sequence[ParameterShard]) -> int:
-    """Bytes of an unsharded unit: in the compute dtype, except for the units of the modules before the blocks, which
-    have that of their weights.
-    """
+    """Bytes of an unsharded unit: in the compute dtype, or in that of its weights."""
     compute = COMPUTE_BYTES[config.precision.compute]
-    own_dtype = name in (BEFORE, ROOT)
-    return sum(p.padded_numel * (stored_bytes(config, p) if own_dtype else compute) for p in members)
+    return sum(p.padded_numel * (stored_bytes(config, p) if name in OWN_DTYPE else compute) for p in members)
 
 
 def ranks_after_forward(config: RunConfig, group: ShardGroup) -> int:

@@ -186,10 +186,9 @@ def seven_billion(knobs: Knobs) -> Observation:
         values[f"weights_{level}"], values[f"state_{level}"] = states[level][0], sum(states[level])
     two_blocks = small_config(ranks, *options, "--layout.shard=parameters", "--model.layers=2")
     simulated, formula = simulate(two_blocks, [0]).results[0].peak, state_memory(two_blocks, *validate(two_blocks))
-    values["simulated_weights_of_two_blocks"] = simulated["parameter"] / GB
-    values["weights_of_two_blocks"] = formula.parameter / GB
-    values["simulated_moments_of_two_blocks"] = simulated["optimizer"] / GB
-    values["moments_of_two_blocks"] = formula.optimizer / GB
+    for name, memory_class in (("weights", "parameter"), ("gradients", "gradient"), ("moments", "optimizer")):
+        values[f"simulated_{name}_of_two_blocks"] = simulated[memory_class] / GB
+        values[f"{name}_of_two_blocks"] = getattr(formula, memory_class) / GB
     parts: dict[str, tuple[float, ...]] = {
         name: tuple(state[index] for state in states.values()) for index, name in enumerate(CLASSES)
     }

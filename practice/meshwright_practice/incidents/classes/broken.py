@@ -117,7 +117,7 @@ BROKEN_CLASSES = (
                 "read its stack; make every rank call the same collectives in the same order",
             ),
         ),
-        read=("card:hang", "handbook:failures#hang"),
+        read=("card failures-of-multi-node-training", "handbook/failure-plane.md#a-hang-step-by-step"),
     ),
     IncidentClass(
         name="nan",
@@ -147,7 +147,7 @@ BROKEN_CLASSES = (
                 "run that step again in detail: meshwright replay RUN --step K",
             ),
         ),
-        read=("card:non-finite", "handbook:playbook#numerics"),
+        read=("card fp16-produces-nan", "handbook/numerics.md#nan-in-float16"),
         observed_step=first_nonfinite_step,
     ),
     IncidentClass(
@@ -179,7 +179,7 @@ BROKEN_CLASSES = (
                 "find what holds them; do not only lower the batch",
             ),
         ),
-        read=("card:memory", "handbook:playbook#memory"),
+        read=("card failures-of-multi-node-training", "handbook/memory.md#which-remedy-for-which-class"),
         observed_step=failed_step,
     ),
     IncidentClass(
@@ -211,7 +211,7 @@ BROKEN_CLASSES = (
                 "look at dmesg and the log of the scheduler on the host of that rank",
             ),
         ),
-        read=("card:lost-rank", "handbook:failures#restart"),
+        read=("card cost-of-a-kill", "handbook/failure-plane.md#the-failure-model"),
     ),
     IncidentClass(
         name="lost-host",
@@ -242,7 +242,7 @@ BROKEN_CLASSES = (
                 "bring the host back or give the job a spare; it resizes at the next checkpoint",
             ),
         ),
-        read=("card:lost-host", "handbook:failures#hosts"),
+        read=("card failures-of-multi-node-training", "handbook/failure-plane.md#how-jobs-fail"),
         par=420.0,
         observed_step=failed_step,
     ),

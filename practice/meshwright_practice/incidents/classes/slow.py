@@ -76,7 +76,7 @@ SLOW_CLASSES = (
                 "look at clock rates, temperature, other processes and storage of that host; replace it",
             ),
         ),
-        read=("card:straggler", "handbook:playbook#straggler"),
+        read=("card failures-of-multi-node-training", "handbook/failure-plane.md#slow-is-also-a-failure"),
     ),
     IncidentClass(
         name="data-bound",
@@ -106,7 +106,7 @@ SLOW_CLASSES = (
                 "raise data.workers, decode ahead of time, move the data to faster storage",
             ),
         ),
-        read=("card:data-bound", "handbook:playbook#input"),
+        read=("card why-more-devices-do-not-help", "handbook/playbook.md#symptom-interpretation-next-move"),
     ),
     IncidentClass(
         name="bubble",
@@ -136,7 +136,7 @@ SLOW_CLASSES = (
                 "use more micro-batches, an interleaved schedule, or fewer stages",
             ),
         ),
-        read=("card:pipeline-bubble", "handbook:formulas#bubble"),
+        read=("card bubble-fraction", "handbook/pipeline.md#the-bubble"),
     ),
     IncidentClass(
         name="slow-checkpoints",
@@ -166,6 +166,6 @@ SLOW_CLASSES = (
                 "save asynchronously, save less often, or write to a faster disk",
             ),
         ),
-        read=("card:checkpoint-stall", "handbook:failures#checkpoint-interval"),
+        read=("card recoverable-checkpoint", "handbook/failure-plane.md#saving"),
     ),
 )

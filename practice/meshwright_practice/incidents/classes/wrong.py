@@ -103,7 +103,7 @@ WRONG_CLASSES = (
                 "find out who deletes checkpoints: retention belongs to the job (checkpoint.keep)",
             ),
         ),
-        read=("card:replay", "handbook:failures#resume"),
+        read=("card what-survives-a-restart", "handbook/data-and-resume.md#what-must-survive-a-restart"),
     ),
     IncidentClass(
         name="corrupt-checkpoint",
@@ -134,7 +134,7 @@ WRONG_CLASSES = (
                 "check the storage of that host, keep the older checkpoint, and verify the others",
             ),
         ),
-        read=("card:checkpoint-integrity", "handbook:failures#digests"),
+        read=("card recoverable-checkpoint", "handbook/failure-plane.md#the-dangerous-silent-ones"),
     ),
     IncidentClass(
         name="other-settings",
@@ -164,7 +164,7 @@ WRONG_CLASSES = (
                 "restore the setting; or decide for a new timeline with --fork, and say so in the report",
             ),
         ),
-        read=("card:identity", "handbook:failures#identity"),
+        read=("card trap-short-list-of-restart-state", "handbook/data-and-resume.md#identity-and-placement"),
     ),
     IncidentClass(
         name="wrong-normalisation",
@@ -198,7 +198,7 @@ WRONG_CLASSES = (
                 "return the sum over valid tokens; the step divides it once by their global count",
             ),
         ),
-        read=("card:loss-normalisation", "handbook:map#gradient"),
+        read=("card trap-mean-of-means", "handbook/data-parallelism.md#gradients-in-pytorch"),
         par=420.0,
     ),
     IncidentClass(
@@ -230,6 +230,6 @@ WRONG_CLASSES = (
                 "take the host of that rank out of service, and continue from a checkpoint before the flip",
             ),
         ),
-        read=("card:silent-corruption", "handbook:failures#silent-errors"),
+        read=("card most-dangerous-silent-failure", "handbook/failure-plane.md#the-dangerous-silent-ones"),
     ),
 )

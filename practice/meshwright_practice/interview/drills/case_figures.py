@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections import defaultdict
 from dataclasses import dataclass, replace
 
 from meshwright.base.hardware.resolve_cluster import resolve_cluster
@@ -150,13 +151,17 @@ def problem_figures(case: DrillCase) -> list[Figure]:
 
 
 def communication_figures(estimate: Estimate) -> list[Figure]:
-    """What a rank sends per step, and the messages of each collective."""
-    figures = [Figure("bytes that a rank sends per step", wire_bytes_per_step(estimate), "bytes")]
+    """What a rank sends per step, the messages of each collective, and their sum: messages differ in size, because the
+    units of the embedding and of the head are larger than those of blocks.
+    """
+    messages: list[Figure] = []
+    totals: defaultdict[str, float] = defaultdict(float)
     for call in merged_calls(estimate):
         name = f"{call.axis} {call.collective}"
-        figures.append(Figure(f"one {name}", call.message_bytes, "bytes"))
-        figures.append(Figure(f"all {name} of a step", call.message_bytes * call.calls, "bytes"))
-    return figures
+        messages.append(Figure(f"one {name}", call.message_bytes, "bytes"))
+        totals[name] += call.message_bytes * call.calls
+    sent = Figure("bytes that a rank sends per step", wire_bytes_per_step(estimate), "bytes")
+    return [sent, *(Figure(f"all {name} of a step", total, "bytes") for name, total in totals.items()), *messages]
 
 
 def price_figures(case: DrillCase, after: Estimate) -> list[Figure]:

@@ -42,6 +42,8 @@ LAB = Lab(
         "messages",
         "memory",
         "unused parameter",
+        "different layers return",
+        "different layers",
     ),
     hints=(
         "parameter.register_post_accumulate_grad_hook(function) calls function(parameter) when parameter.grad is "
@@ -52,6 +54,9 @@ LAB = Lab(
         "sets the counts back and forgets the flat tensors.",
         "A parameter that this step did not use has no gradient, so its bucket never becomes complete. finish starts "
         "the all-reduce of such a bucket itself, with zeros in place of the missing gradient.",
+        "Ranks may leave out different parameters, so that other buckets are ready first. A collective adds what the "
+        "ranks start next, whatever it is: like DDP, start bucket k only after bucket k - 1. A rank without a gradient "
+        "needs the mean as well.",
     ),
     items=(18, 19, 22, 23, 24, 26, 112, 153),
     chapter="handbook/data-parallelism.md",

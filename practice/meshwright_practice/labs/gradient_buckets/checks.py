@@ -20,27 +20,31 @@ from meshwright_practice.labs.work import Work
 WIDTH, LAYERS, RANKS = 8, 4, 2
 BUCKET_BYTES = 2 * (WIDTH + 1) * WIDTH * 8
 """Gradients of two layers in float64."""
+SAME_LAYERS = ((None, None), (None, None), (1, 1))
+"""Step by step, the layer that each rank leaves out."""
+DIFFERENT_LAYERS = ((1, 3),)
+"""The two layers are in different buckets of equal size."""
 BACKWARD_ENDED = "backward ended"
 TOLERANCE = 1e-12
 
 
 class SideBranch(nn.Module):
-    """Linear layers; the second one can be left out of a step."""
+    """Linear layers, one of which can be left out of a step."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH, dtype=torch.float64) for _ in range(LAYERS))
 
-    def forward(self, x: Tensor, skip: bool) -> Tensor:
+    def forward(self, x: Tensor, skipped: int | None) -> Tensor:
         for index, layer in enumerate(self.layers):
-            if not (skip and index == 1):
+            if index != skipped:
                 x = torch.tanh(layer(x))
         return x
 
 
 @dataclass(frozen=True)
 class BucketRecord:
-    """What one rank has seen: the gradients of three steps, their right values, and the events of the first step."""
+    """What one rank has seen: the gradients of all steps, their right values, and the events of the first step."""
 
     gradients: list[list[Tensor | None]]
     local: list[list[Tensor | None]]
@@ -58,15 +62,15 @@ def batch(rank: int, step: int) -> Tensor:
     return torch.randn(4, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * step + rank))
 
 
-def local_gradients(model: SideBranch, rank: int, step: int) -> list[Tensor | None]:
-    """The gradients of one rank by themselves; the third step leaves out a layer."""
+def local_gradients(model: SideBranch, rank: int, step: int, skipped: int | None) -> list[Tensor | None]:
+    """The gradients of one rank by themselves."""
     other = copy.deepcopy(model)
     other.zero_grad()
-    other(batch(rank, step), skip=step == 2).square().sum().backward()
+    other(batch(rank, step), skipped).square().sum().backward()
     return [parameter.grad for parameter in other.parameters()]
 
 
-def exercise(world: World, module: ModuleType) -> BucketRecord:
+def exercise(world: World, module: ModuleType, skipped: Sequence[tuple[int | None, ...]]) -> BucketRecord:
     model, plain = build_model(), build_model()
     parameters = list(model.parameters())
     log = MessageLog(world.size)
@@ -74,16 +78,19 @@ def exercise(world: World, module: ModuleType) -> BucketRecord:
         parameter.register_post_accumulate_grad_hook(lambda _: log.mark("gradient"))
     state: Any = module.attach_hooks(module.make_buckets(parameters, BUCKET_BYTES))
     gradients, kept, events = [], 0, []
-    for step in range(3):
+    for step, layers in enumerate(skipped):
         model.zero_grad()
         with log, allocated_bytes(parameters, sum(p.nbytes for p in parameters)) as allocated:
-            model(batch(world.rank, step), skip=step == 2).square().sum().backward()
+            model(batch(world.rank, step), layers[world.rank]).square().sum().backward()
             log.mark(BACKWARD_ENDED)
             module.finish(state)
         gradients.append([None if p.grad is None else p.grad.clone() for p in parameters])
         if step == 0:
             kept, events = allocated.at_end, log.events.copy()
-    every = [[local_gradients(plain, rank, step) for rank in range(world.size)] for step in range(3)]
+    every = [
+        [local_gradients(plain, rank, step, layer) for rank, layer in enumerate(layers)]
+        for step, layers in enumerate(skipped)
+    ]
     means = [[mean(parts) for parts in zip(*of_step, strict=True)] for of_step in every]
     return BucketRecord(gradients, [of_step[world.rank] for of_step in every], means, events, kept)
 
@@ -195,7 +202,7 @@ def check_order(work: Work, record: BucketRecord, buckets: int) -> None:
 
 def grade(work: Work) -> None:
     buckets = work.call("buckets", check_buckets, work)
-    records = work.ranks("2 ranks return", exercise, RANKS, work.module)
+    records = work.ranks("2 ranks return", exercise, RANKS, work.module, SAME_LAYERS)
     if check_gradients(work, "gradients", records, 0):
         again = "the first step is right: finish must set the counts back, so that the hooks start again"
         check_gradients(work, "second step", records, 1, again)
@@ -212,4 +219,19 @@ def grade(work: Work) -> None:
         never = (
             "the bucket of the unused parameter never fills: finish starts its all-reduce, with zeros for the gradient"
         )
-        check_gradients(work, "unused parameter", records, 2, never)
+        if check_gradients(work, "unused parameter", records, 2, never):
+            check_different_layers(work)
+
+
+def check_different_layers(work: Work) -> None:
+    """Ranks of their own: other ranks may wait for ever for a bucket that one of them never starts."""
+    records = work.ranks("different layers return", exercise, RANKS, work.module, DIFFERENT_LAYERS)
+    pairs = [pair for record in records for pair in zip(record.gradients[0], record.means[0], strict=True)]
+    missing = all(found is None for found, right in pairs if not close(found, right))
+    message = (
+        "a parameter that this rank did not use has no .grad, and the other rank used it: both need the mean"
+        if missing
+        else "a collective has no name: start the buckets in their order on every rank, also if a later one is ready "
+        "first"
+    )
+    check_gradients(work, "different layers", records, 0, message)

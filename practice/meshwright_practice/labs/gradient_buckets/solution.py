@@ -19,11 +19,6 @@ class ReducedBucket:
     flat: Tensor = field(default_factory=lambda: torch.empty(0))
     work: dist.Work | None = None
 
-    def on_gradient(self, _: Tensor) -> None:
-        self.missing -= 1
-        if self.missing == 0:
-            self.start()
-
     def start(self) -> None:
         """Starts the all-reduce; backward goes on meanwhile."""
         gradients = [torch.zeros_like(p) if p.grad is None else p.grad for p in self.parameters]
@@ -31,14 +26,15 @@ class ReducedBucket:
         self.work = dist.all_reduce(self.flat, async_op=True)
 
     def finish(self) -> None:
-        if self.work is None:  # a parameter was not used: its hook never ran
+        if self.work is None:  # a parameter of this bucket, or of one before it, was not used: its hook never ran
             self.start()
         if self.work is not None:
             self.work.wait()
         mean = self.flat / dist.get_world_size()
         for parameter, part in zip(self.parameters, mean.split([p.numel() for p in self.parameters]), strict=True):
-            if parameter.grad is not None:
-                parameter.grad.copy_(part.view_as(parameter))
+            if parameter.grad is None:  # another rank may have used it, and all ranks make the same update
+                parameter.grad = torch.empty_like(parameter)
+            parameter.grad.copy_(part.view_as(parameter))
         self.missing, self.flat, self.work = len(self.parameters), torch.empty(0), None
 
 
@@ -60,11 +56,25 @@ def attach_hooks(buckets: list[list[Parameter]]) -> list[ReducedBucket]:
     state = [ReducedBucket(parameters, len(parameters)) for parameters in buckets]
     for bucket in state:
         for parameter in bucket.parameters:
-            parameter.register_post_accumulate_grad_hook(partial(ReducedBucket.on_gradient, bucket))
+            parameter.register_post_accumulate_grad_hook(partial(on_gradient, state, bucket))
     return state
 
 
+def on_gradient(state: list[ReducedBucket], bucket: ReducedBucket, _: Tensor) -> None:
+    """Starts the buckets that are ready, up to the first that is not. A collective meets the one that the other ranks
+    start next, whatever is in it: a bucket that is ready early waits for those before it, on every rank.
+    """
+    bucket.missing -= 1
+    for each in state:
+        if each.missing:
+            break
+        if each.work is None:
+            each.start()
+
+
 def finish(state: list[ReducedBucket]) -> None:
-    """Waits in the order of the starts, so that the first buckets are copied back while the last are on their way."""
+    """Starts what is left and waits, in the order of the buckets: the first are copied back while the last are on their
+    way.
+    """
     for bucket in state:
         bucket.finish()

@@ -25,7 +25,7 @@ def make_buckets(parameters: list[Parameter], bucket_bytes: int) -> list[list[Pa
 
 def attach_hooks(buckets: list[list[Parameter]]) -> Any:
     """Registers a hook on every parameter. When the last gradient of a bucket is ready, one asynchronous all-reduce of
-    the whole bucket starts. Returns what `finish` needs.
+    the whole bucket starts, in the order of the buckets on every rank. Returns what `finish` needs.
     """
     raise NotImplementedError
 
@@ -33,7 +33,8 @@ def attach_hooks(buckets: list[list[Parameter]]) -> Any:
 def finish(state: Any) -> None:
     """Waits for the all-reduces and writes the mean over all ranks into every .grad.
 
-    A parameter that was not used has no gradient; the others of its bucket still need their mean. Afterwards, the state
-    is ready for the next backward, and keeps no flat tensor alive.
+    A parameter that was not used has no gradient; the others of its bucket still need their mean, and so does the
+    parameter if another rank has used it. Afterwards, the state is ready for the next backward, and keeps no flat
+    tensor alive.
     """
     raise NotImplementedError
