@@ -1,4 +1,4 @@
-"""What the process that started this one has decided. Torch-free."""
+"""How this process was started: by which launcher, with which signals, and beside which torch. Torch-free."""
 
 from __future__ import annotations
 
