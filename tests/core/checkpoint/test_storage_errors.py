@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import shutil
 import threading
+import time
 from dataclasses import replace
 from functools import partial
 
@@ -119,6 +120,16 @@ def test_error_after_the_publication_does_not_say_that_nothing_was_saved(disk):
     (saved,) = saver.save(metadata_at(2))
     saver.close()
     assert "step-00000002.a0001 is published, but " in str(saved.error)
+
+
+def test_save_on_a_slow_link_makes_progress_until_the_limit_of_its_request(disk):
+    store = open_store(disk)
+    saver = saver_at(2, store)
+    store.request_end = time.monotonic() + 1000  # as an object store
+    assert saver._has_progressed()
+    store.request_end = time.monotonic()
+    assert not saver._has_progressed()
+    saver.close()
 
 
 # The checkpoint is published: reporting a failed save would save the same step again, over its own files.
