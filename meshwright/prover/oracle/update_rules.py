@@ -178,8 +178,9 @@ class ReferenceOptimizer:
         decay applies to matrices, unless the group of a parameter, the first whose pattern matches its name, has its
         own.
         """
-        rule, decay, factor = self.config.kind, decay_of(parameter, self.config), 1.0
+        decay, factor = decay_of(parameter, self.config), 1.0
         in_block = any(fnmatchcase(name, f"{block}.*") for block in self.blocks)
+        rule: str = self.config.kind
         if not (in_block and parameter.ndim in (2, 3)):
             rule = MATRIX_RULES.get(rule, rule)
         for group in reversed(self.config.groups):
