@@ -325,6 +325,7 @@ class ObjectSink:
         except BaseException as error:  # noqa: BLE001  the thread that writes raises it
             self.failure = error
         finally:
+            self.store.request_end = 0.0
             self.ended.set()
 
     def _blocks(self) -> Iterator[Buffer]:

@@ -83,6 +83,7 @@ class SaveResult:
     """Why the save failed, None if it did not."""
     in_memory: bool = False
     published: bool = False
+    """Whether this rank knows that the manifest is published, although the save may have failed afterwards."""
 
     def to_json(self) -> dict[str, Any]:
         values = {key: value for key, value in vars(self).items() if key not in ("error", "in_memory", "published")}
