@@ -7,6 +7,7 @@ measured in one run on the same records, in a process of its own each, so that t
 
 from __future__ import annotations
 
+import argparse
 import json
 import multiprocessing
 import resource
@@ -249,4 +250,5 @@ def timed(task: Callable[[], object]) -> float:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(prog="python -m benchmarks.manifest", description=__doc__).parse_args()
     print(json.dumps(measure(), indent=1))

@@ -5,8 +5,8 @@ SPEC is JSON: `folder` of the run, `overrides` of its settings, and its `steps`,
 
 from __future__ import annotations
 
+import argparse
 import json
-import sys
 import time
 from typing import Any
 
@@ -31,7 +31,9 @@ class StopAfter(meshwright.Callback):
 
 
 def main() -> None:
-    spec = json.loads(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("spec", help="what the process does, as JSON")
+    spec = json.loads(parser.parse_args().spec)
     config = load_run_config([*spec["overrides"], f"--steps={spec.get('steps') or MAX_STEPS}"])
     seconds = spec.get("seconds")
     callbacks = [StopAfter(seconds)] if seconds else []

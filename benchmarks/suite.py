@@ -57,41 +57,9 @@ PACKAGES = (
     "moto",
     "trl",
 )
-BENCHMARKS = (
-    "throughput",
-    "transformers",
-    "layouts",
-    "zero",
-    "pipeline",
-    "sampler",
-    "tokenization",
-    "checkpoint",
-    "manifest",
-    "optimizers",
-    "observation",
-    "readers",
-    "weights",
-    "sampling",
-    "recovery",
-    "scale",
-    "setups",
-    "peer_memory",
-    "traces",
-    "object_store",
-    "rollout_log",
-    "rl",
-)
 
 
-def main(arguments: list[str]) -> None:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks", description=__doc__)
-    parser.add_argument("--only", choices=BENCHMARKS, nargs="+", default=BENCHMARKS)
-    parser.add_argument(
-        "--rounds", type=int, default=120, help="rounds of the throughput benchmarks, each with one step of every loop"
-    )
-    args = parser.parse_args(arguments)
-    if args.rounds < 1:
-        parser.error("--rounds: expected at least 1")
+def main(args: argparse.Namespace) -> None:
     warnings.simplefilter("ignore")  # warnings of the peers are not results
     start = time.monotonic()
     result: dict[str, Any] = {"machine": machine()}

@@ -6,6 +6,7 @@ call alone; the loops alternate, so that both see the same load of the machine.
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import statistics
@@ -145,6 +146,10 @@ def run_datasets(folder: Path, out: Path) -> tuple[float, int]:
 
 
 if __name__ == "__main__":
-    loop, folder, out = sys.argv[1], Path(sys.argv[2]), Path(sys.argv[3])
-    elapsed, count = (run_meshwright if loop == MESHWRIGHT else run_datasets)(folder, out)
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.tokenization", description=__doc__)
+    parser.add_argument("loop", help=f"{MESHWRIGHT}, or another for datasets")
+    parser.add_argument("folder", type=Path)
+    parser.add_argument("out", type=Path)
+    args = parser.parse_args()
+    elapsed, count = (run_meshwright if args.loop == MESHWRIGHT else run_datasets)(args.folder, args.out)
     print(json.dumps({"seconds": elapsed, "tokens": count}))

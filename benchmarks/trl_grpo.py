@@ -8,11 +8,11 @@ newest checkpoint. The records have the rewards of every generation, and which r
 
 from __future__ import annotations
 
+import argparse
 import hashlib
 import json
 import os
 import signal
-import sys
 import time
 from collections import Counter
 from dataclasses import dataclass, field
@@ -54,7 +54,9 @@ class Spec:
 
 
 def main() -> None:
-    record = json.loads(sys.argv[1])
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("spec", help="what the process does, as JSON")
+    record = json.loads(parser.parse_args().spec)
     spec = Spec(Path(record.pop("folder")), **record)
     spec.folder.mkdir(parents=True, exist_ok=True)
     torch.set_num_threads(THREADS)

@@ -1,7 +1,7 @@
 """Draws docs/run.svg, the terminal during a run, from the events of a run: python docs/draw_run.py runs/tiny"""
 
+import argparse
 import io
-import sys
 from pathlib import Path
 
 from rich.console import Console
@@ -33,4 +33,6 @@ def main(folder: RunFolder) -> None:
 
 
 if __name__ == "__main__":
-    main(RunFolder(Path(sys.argv[1])))
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("run", type=Path, help="run folder")
+    main(RunFolder(parser.parse_args().run))

@@ -69,4 +69,5 @@ def argument_row(action: argparse.Action) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     (Path(__file__).parent / "commands.md").write_text(command_reference())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 from meshwright.base.config import PRESETS
@@ -52,4 +53,5 @@ def section_table(section: SectionDescription) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     (Path(__file__).parent / "config.md").write_text(config_reference())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import pkgutil
 import re
 import tomllib
@@ -127,4 +128,5 @@ def chapter_link(chapter: str, names: dict[str, dict[str, str]]) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     (HANDBOOK / "coverage.md").write_text(coverage())

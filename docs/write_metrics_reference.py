@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 from pathlib import Path
 
 from meshwright.insight.metrics.alerts import ALERTS
@@ -43,4 +44,5 @@ def metrics_reference(page: str) -> str:
 
 
 if __name__ == "__main__":
+    argparse.ArgumentParser(description=__doc__).parse_args()
     PAGE.write_text(metrics_reference(PAGE.read_text()))

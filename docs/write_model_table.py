@@ -11,9 +11,9 @@ run that was not killed, and its checkpoint loads bitwise with DDP.
 
 from __future__ import annotations
 
+import argparse
 import copy
 import re
-import sys
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -238,4 +238,6 @@ def write(rows: list[list[str]]) -> None:
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("names", nargs="*", metavar="MODEL", help=", ".join(MODELS))
+    main(parser.parse_args().names)

@@ -6,6 +6,7 @@ it is built and its first step is complete; with KILL = 1 it then ends by SIGKIL
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import signal
@@ -86,4 +87,8 @@ def main(name: str, kind: str, kill: str) -> None:
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.start_row", description=__doc__)
+    parser.add_argument("name", choices=SHAPES)
+    parser.add_argument("kind", choices=("cpu", "cuda"))
+    parser.add_argument("kill", choices=("0", "1"), help="whether the process kills itself after the step")
+    main(**vars(parser.parse_args()))

@@ -23,7 +23,7 @@ GROUPS = (
 ADAFACTOR = (*SHARD_PARAMETERS, "--optimizer.kind=adafactor")
 
 
-@fault(MUON, "update of decoder.blocks.0", UPDATE + "every rank orthogonalizes its own shard, not the whole matrix")
+@fault(MUON, "update of decoder.blocks.0", UPDATE + "every rank updates its own shard by muon, not the whole matrix")
 def muon_orthogonalizes_shards(patch):
     def wrong(_self, tensors, function):
         for name, local in tensors.items():
@@ -32,7 +32,7 @@ def muon_orthogonalizes_shards(patch):
     patch.setattr(MatrixExchange, "map_matrices", wrong)
 
 
-@fault(MUON, "update of decoder.embedding.weight", UPDATE + "Muon updates it, and AdamW should")
+@fault(MUON, "update of decoder.embedding.weight", UPDATE + "muon updates it, and adamw should")
 def muon_updates_the_embedding(patch):
     def wrong(right, config, name, shape, in_block):
         return right(config, name, shape, in_block or "embedding" in name)

@@ -12,6 +12,10 @@ from typing import Protocol
 Buffer = bytes | bytearray | memoryview
 
 
+class OutcomeUnknown(OSError):
+    """A file may or may not have been published: an answer is missing, and reading the name back does not tell."""
+
+
 class Sink(Protocol):
     """A new file that is being written."""
 
@@ -40,7 +44,8 @@ class Store(Protocol):
         - a reader sees either no file or the complete content, also after a crash at any instant;
         - of any number of concurrent callers exactly one returns True, and only its content is ever visible;
         - the file is durable before the call returns True;
-        - a return value of False means that the name existed and that nothing was changed.
+        - a return value of False means that the name existed and that nothing was changed;
+        - an OSError means that nothing was published, except an OutcomeUnknown.
         `before_publish` runs directly before the name appears: the tests place a fault there.
         """
         ...

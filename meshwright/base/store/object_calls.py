@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import datetime
-import functools
 import os
 import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, ParamSpec, Protocol, TypeVar
+from typing import Any, Protocol
 
 from meshwright.base.store.interface import Buffer
 from meshwright.base.store.object_url import allows_http
@@ -18,6 +18,8 @@ PART_BYTES = 16 << 20
 """The size of the parts of a multipart upload. S3 accepts at most 10,000 parts."""
 PARTS_IN_FLIGHT = 4
 """The parts of one upload that are sent at the same time."""
+LONGEST_SECONDS = 86_400.0
+"""The time limit of an answer of which something arrives all the time."""
 MAX_OBJECT_BYTES = 10_000 * PART_BYTES
 TOKEN = "meshwrighttoken"
 """The metadata field in which an object carries the token of its writer. Azure allows no hyphen, some proxies no
@@ -25,8 +27,12 @@ underscore.
 """
 STATUS = re.compile(r"status(?: code)?:? (\d{3})")
 CODE = re.compile(r"<Code>(\w{1,60})</Code>")
+TIMED_OUT = re.compile(r"kind: Timeout|timed out")
+CONFLICT, EXISTS = "409", "BlobAlreadyExists"
+"""The status of a request that another one for the same object prevents. Azure answers with it, and with this code, if
+a condition is not met; S3 means that the request is to be made again.
+"""
 CAUSES = {
-    "timed out": "the request timed out",
     "connection refused": "the connection was refused",
     "dns error": "the host name was not found",
     "connection closed": "the connection was closed",
@@ -36,8 +42,6 @@ CAUSES = {
     "error decoding response": "the response was cut off",
 }
 """Text of an error of the library -> what it means. The library's own text may contain a credential."""
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -46,11 +50,18 @@ class RequestLimits:
 
     retries: int = 8
     seconds: float = 60.0
-    """The time from the first try of a request after which it is not tried again."""
+    """The time from the first try of a request, beside that of its body, after which it is not tried again."""
     timeout: float = 20.0
-    """The time limit of one try."""
+    """The time without an answer, or between two blocks of an answer, after which a try fails."""
+    slowest_rate: float = 64 << 10
+    """The bytes per second of the slowest link: a body may take so long beside `timeout`. The library cannot tell how
+    much of a body has been sent.
+    """
     first_backoff: float = 0.1
     max_backoff: float = 8.0
+
+    def body_seconds(self, size: int) -> float:
+        return size / self.slowest_rate
 
 
 class RequestFailed(Exception):
@@ -94,39 +105,37 @@ class ObjectCalls(Protocol):
         ...
 
 
-def failing_safely(method: Callable[P, T]) -> Callable[P, T]:
+@contextmanager
+def failing_safely(timed_out: str) -> Iterator[None]:
     """Translates the errors of obstore. Their text contains URLs and responses, so none of it is passed on."""
+    from obstore.exceptions import (
+        AlreadyExistsError,
+        BaseError,
+        NotSupportedError,
+        PermissionDeniedError,
+        UnauthenticatedError,
+    )
 
-    @functools.wraps(method)
-    def call(*args: P.args, **kwargs: P.kwargs) -> T:
-        from obstore.exceptions import (
-            AlreadyExistsError,
-            BaseError,
-            NotSupportedError,
-            PermissionDeniedError,
-            UnauthenticatedError,
-        )
-
-        try:
-            return method(*args, **kwargs)
-        except FileNotFoundError as error:
-            if (code := CODE.search(str(error))) and code[1] == "NoSuchBucket":
-                raise RequestFailed("the bucket does not exist", retry=False) from None
-            raise FileNotFoundError from None
-        except AlreadyExistsError:
+    try:
+        yield
+    except FileNotFoundError as error:
+        if (code := CODE.search(str(error))) and code[1] == "NoSuchBucket":
+            raise RequestFailed("the bucket does not exist", retry=False) from None
+        raise FileNotFoundError from None
+    except (PermissionDeniedError, UnauthenticatedError) as error:
+        raise RequestFailed(f"access was denied{describe_status(error)}", retry=False, denied=True) from None
+    except NotSupportedError:
+        raise RequestFailed("the store does not support this request", retry=False) from None
+    except BaseError as error:
+        status, code = STATUS.search(str(error)), CODE.search(str(error))
+        found = status[1] if status else ""
+        if isinstance(error, AlreadyExistsError) and (found != CONFLICT or (code and code[1] == EXISTS)):
             raise FileExistsError from None
-        except (PermissionDeniedError, UnauthenticatedError) as error:
+        if found in ("401", "403"):
             raise RequestFailed(f"access was denied{describe_status(error)}", retry=False, denied=True) from None
-        except NotSupportedError:
-            raise RequestFailed("the store does not support this request", retry=False) from None
-        except BaseError as error:
-            status = STATUS.search(str(error))
-            if status is not None and status[1] in ("401", "403"):
-                raise RequestFailed(f"access was denied{describe_status(error)}", retry=False, denied=True) from None
-            final = status is not None and status[1] in ("400", "405", "412", "416", "501")
-            raise RequestFailed(describe_cause(error), retry=not final) from None
-
-    return call
+        final = found in ("400", "405", "412", "416", "501")
+        cause = timed_out if not found and TIMED_OUT.search(str(error)) else describe_cause(error)
+        raise RequestFailed(cause, retry=not final) from None
 
 
 def describe_cause(error: Exception) -> str:
@@ -146,10 +155,24 @@ class DirectCalls:
     """The requests, made in this process."""
 
     def __init__(self, url: str, limits: RequestLimits) -> None:
-        obstore, from_url = import_obstore()
-        self.obstore = obstore
-        client = {"timeout": f"{limits.timeout}s", "connect_timeout": f"{min(5.0, limits.timeout)}s"}
-        options: dict[str, Any] = {**client, "allow_http": allows_http()}
+        self.obstore, _ = import_obstore()
+        self.url, self.limits = url, limits
+        self.senders: dict[tuple[float, bool], Any] = {}
+        """The clients that send bodies: the time limit of a request is a property of its client."""
+        self.client = self.open(LONGEST_SECONDS, read_timeout=duration(limits.timeout))
+        """Makes the requests without a body. Their time limit begins again with every block of the answer."""
+
+    def sender(self, seconds: float, retries: bool = False) -> Any:
+        key = seconds, retries
+        return self.senders.setdefault(key, self.senders.get(key) or self.open(seconds, retries))
+
+    def open(self, seconds: float, retries: bool = False, **options: str) -> Any:
+        """A client whose requests end after so many seconds. It makes each of them once: `ObjectStore` repeats it. With
+        `retries`, it repeats the parts of an upload itself.
+        """
+        limits = self.limits
+        connect = duration(min(5.0, limits.timeout))
+        client = {"timeout": duration(seconds), "connect_timeout": connect, "allow_http": allows_http(), **options}
         backoff = {
             "init_backoff": datetime.timedelta(seconds=limits.first_backoff),
             "max_backoff": datetime.timedelta(seconds=limits.max_backoff),
@@ -158,74 +181,80 @@ class DirectCalls:
         retried = {
             "max_retries": limits.retries,
             "backoff": backoff,
-            "retry_timeout": datetime.timedelta(seconds=limits.seconds),
+            "retry_timeout": datetime.timedelta(seconds=limits.seconds + seconds),
         }
         try:
-            self.once = from_url(url, client_options=options, retry_config={"max_retries": 0})
-            """Makes each request once: `ObjectStore` repeats it."""
-            slow = options | {"timeout": f"{3 * limits.timeout}s"}
-            self.retrying = from_url(url, client_options=slow, retry_config=retried)
-            """Repeats the parts of an upload itself."""
+            from_url = import_obstore()[1]
+            return from_url(self.url, client_options=client, retry_config=retried if retries else {"max_retries": 0})
         except Exception as error:
             if isinstance(error, ConfigError):
                 raise
             raise ConfigError(
-                f"{url}: the object store is not configured: {type(error).__name__}",
+                f"{self.url}: the object store is not configured: {type(error).__name__}",
                 "expected the usual variables of its credentials: AWS_*, GOOGLE_* or AZURE_*",
             ) from None
 
-    @failing_safely
+    def receiving(self) -> AbstractContextManager[None]:
+        return failing_safely(f"nothing arrived for {self.limits.timeout:g} s")
+
     def put(self, name: str, content: Buffer, token: str, create: bool) -> None:
-        mode = "create" if create else "overwrite"
-        self.obstore.put(self.once, name, content, mode=mode, attributes={TOKEN: token}, use_multipart=False)
+        size = max(1 << 16, 1 << (len(content) - 1).bit_length())  # a power of two, so that there are few clients
+        seconds = self.limits.timeout + self.limits.body_seconds(size)
+        with failing_safely(f"{len(content):,} bytes were not sent within {seconds:.1f} s"):
+            client, mode = self.sender(seconds), "create" if create else "overwrite"
+            self.obstore.put(client, name, content, mode=mode, attributes={TOKEN: token}, use_multipart=False)
 
-    @failing_safely
     def get(self, name: str, length: int) -> tuple[bytes, str]:
-        answer = self.obstore.get(self.once, name, options={"range": (0, length)})
-        return bytes(answer.bytes()), str(answer.attributes.get(TOKEN, ""))
+        with self.receiving():
+            answer = self.obstore.get(self.client, name, options={"range": (0, length)})
+            return bytes(answer.bytes()), str(answer.attributes.get(TOKEN, ""))
 
-    @failing_safely
     def read(self, name: str, start: int, length: int) -> bytes:
-        return bytes(self.obstore.get_range(self.once, name, start=start, length=length))
+        with self.receiving():
+            return bytes(self.obstore.get_range(self.client, name, start=start, length=length))
 
-    @failing_safely
     def head(self, name: str) -> tuple[int, str]:
-        answer = self.obstore.get(self.once, name, options={"head": True})
-        return int(answer.meta["size"]), str(answer.attributes.get(TOKEN, ""))
+        with self.receiving():
+            answer = self.obstore.get(self.client, name, options={"head": True})
+            return int(answer.meta["size"]), str(answer.attributes.get(TOKEN, ""))
 
-    @failing_safely
     def list_folder(self, folder: str) -> list[str]:
-        answer = self.obstore.list_with_delimiter(self.once, folder or None)
-        paths = [*answer["common_prefixes"], *(found["path"] for found in answer["objects"])]
-        return sorted(path.rpartition("/")[2] for path in paths)
+        with self.receiving():
+            answer = self.obstore.list_with_delimiter(self.client, folder or None)
+            paths = [*answer["common_prefixes"], *(found["path"] for found in answer["objects"])]
+            return sorted(path.rpartition("/")[2] for path in paths)
 
-    @failing_safely
     def list_sizes(self, folder: str) -> dict[str, int]:
-        pages = self.obstore.list(self.once, folder or None, chunk_size=1000)
-        return {found["path"]: found["size"] for page in pages for found in page}
+        with self.receiving():
+            pages = self.obstore.list(self.client, folder or None, chunk_size=1000)
+            return {found["path"]: found["size"] for page in pages for found in page}
 
-    @failing_safely
     def delete(self, names: Sequence[str]) -> None:
-        try:
-            self.obstore.delete(self.once, list(names))
-        except FileNotFoundError:  # of several names, the others may remain
-            for name in names:
-                try:
-                    self.obstore.delete(self.once, name)
-                except FileNotFoundError:
-                    continue
+        with self.receiving():
+            try:
+                self.obstore.delete(self.client, list(names))
+            except FileNotFoundError:  # of several names, the others may remain
+                for name in names:
+                    with suppress(FileNotFoundError):
+                        self.obstore.delete(self.client, name)
 
-    @failing_safely
     def upload(self, name: str, blocks: Iterator[Buffer], token: str) -> None:
-        self.obstore.put(
-            self.retrying,
-            name,
-            blocks,
-            attributes={TOKEN: token},
-            use_multipart=True,
-            chunk_size=PART_BYTES,
-            max_concurrency=PARTS_IN_FLIGHT,
-        )
+        # The parts in flight share the link. A part that fails is sent again alone.
+        seconds = self.limits.timeout + self.limits.body_seconds(PARTS_IN_FLIGHT * PART_BYTES)
+        with failing_safely(f"{PARTS_IN_FLIGHT} parts of {PART_BYTES:,} bytes were not sent within {seconds:.1f} s"):
+            self.obstore.put(
+                self.sender(seconds, retries=True),
+                name,
+                blocks,
+                attributes={TOKEN: token},
+                use_multipart=True,
+                chunk_size=PART_BYTES,
+                max_concurrency=PARTS_IN_FLIGHT,
+            )
+
+
+def duration(seconds: float) -> str:
+    return f"{round(1000 * seconds)}ms"
 
 
 def import_obstore() -> tuple[Any, Any]:

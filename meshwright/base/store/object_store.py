@@ -19,14 +19,23 @@ from typing import TypeVar
 
 import numpy as np
 
-from meshwright.base.store.interface import Buffer, Sink
-from meshwright.base.store.object_calls import MAX_OBJECT_BYTES, PART_BYTES, ObjectCalls, RequestFailed, RequestLimits
+from meshwright.base.store.interface import Buffer, OutcomeUnknown, Sink
+from meshwright.base.store.object_calls import (
+    MAX_OBJECT_BYTES,
+    PART_BYTES,
+    PARTS_IN_FLIGHT,
+    ObjectCalls,
+    RequestFailed,
+    RequestLimits,
+)
 from meshwright.base.store.object_process import open_calls
 from meshwright.base.store.object_url import parse_url
 from meshwright.errors import ConfigError
 
 READ_AHEAD_BYTES = 8 << 20
-"""A larger request has the same latency: blocks of a file that a thread reads in order are fetched together."""
+"""A larger request has the same latency: blocks of a file that a thread reads in order are fetched together. Longer
+reads are made of requests of this size, so that one that fails repeats no more.
+"""
 READ_AHEAD_FROM = 1 << 18
 """Shorter reads are fetched alone."""
 T = TypeVar("T")
@@ -46,6 +55,8 @@ class ObjectStore:
         self.known: set[str] = set()
         """Objects that exist, as an answer to this process has shown: a listing may be older than that answer."""
         self.ahead = ReadAhead()
+        self.request_end = 0.0
+        """The time at which the requests under way will have ended, whatever the link does."""
 
     @property
     def calls(self) -> ObjectCalls:
@@ -66,19 +77,47 @@ class ObjectStore:
         return published
 
     def put_if_absent(self, operation: str, name: str, content: Buffer, token: str) -> bool:
-        try:
-            self.repeat(operation, name, lambda: self.calls.put(name, content, token, True))
-        except FileExistsError:
+        """Whether the object is the one of this call. If a try may have succeeded without an answer, it is read back.
+
+        Raises:
+            OutcomeUnknown: it may be there, and cannot be read back.
+            OSError: it is not there.
+        """
+        unanswered = False
+
+        def put() -> None:
+            nonlocal unanswered
             try:
-                found = self.repeat(operation, name, lambda: self.calls.get(name, len(content) + 1))
-            except FileNotFoundError:  # it was there, and has been deleted since
-                return False
-            return found == (bytes(content), token)
-        return True
+                self.calls.put(name, content, token, True)
+            except RequestFailed as error:
+                unanswered = unanswered or error.retry
+                raise
+
+        failure: OSError | None = None
+        try:
+            self.repeat(operation, name, put, len(content))
+            return True
+        except FileExistsError:
+            pass
+        except OSError as error:
+            if not unanswered:
+                raise
+            failure = error
+        try:
+            found = self.repeat("read", name, lambda: self.calls.get(name, len(content) + 1), len(content))
+        except FileNotFoundError:
+            if failure is not None:
+                raise failure from None
+            return False  # it was there, and has been deleted since
+        except OSError as error:
+            before = failure.strerror if failure is not None else f"cannot {operation} {self.path(name)}: it exists"
+            reason = f"{before}, and whether it is there is unknown: {error.strerror}"
+            raise OutcomeUnknown(errno.EIO, reason, self.path(name)) from None
+        return found == (bytes(content), token)
 
     def replace(self, name: str, content: bytes) -> None:
         token = secrets.token_hex(16)
-        self.repeat("replace", name, lambda: self.calls.put(name, content, token, False))
+        self.repeat("replace", name, lambda: self.calls.put(name, content, token, False), len(content))
 
     def read(self, name: str, start: int, length: int) -> bytes:
         if length <= 0:
@@ -96,9 +135,19 @@ class ObjectStore:
         return content[:length]
 
     def read_range(self, name: str, start: int, length: int) -> bytes:
+        blocks: list[bytes] = []
+        for offset in range(0, length, READ_AHEAD_BYTES):
+            blocks.append(self.read_block(name, start + offset, min(length - offset, READ_AHEAD_BYTES)))
+            if len(blocks[-1]) < READ_AHEAD_BYTES:
+                break
+        return blocks[0] if len(blocks) == 1 else b"".join(blocks)
+
+    def read_block(self, name: str, start: int, length: int) -> bytes:
         try:
-            return self.repeat("read", name, lambda: self.calls.read(name, start, length))
-        except OSError:
+            return self.repeat("read", name, lambda: self.calls.read(name, start, length), length)
+        except OSError as error:
+            if error.errno in (errno.EIO, errno.EACCES):
+                raise
             size = self.size(name)  # a range that begins at the end of the object is an error of the request
             if size is None:
                 raise FileNotFoundError(errno.ENOENT, "there is no such object", self.path(name)) from None
@@ -138,25 +187,33 @@ class ObjectStore:
     def exists(self, name: str) -> FileExistsError:
         return FileExistsError(errno.EEXIST, "there is an object of this name", self.path(name))
 
-    def repeat(self, operation: str, name: str, request: Callable[[], T]) -> T:
-        """Make a request, again after a random part of a growing time while it fails for a reason that may pass.
+    def within_limits(self, size: int) -> None:
+        """Called before a request with so many bytes."""
+        limit = self.limits.timeout + self.limits.body_seconds(size)
+        self.request_end = max(self.request_end, time.monotonic() + limit)
+
+    def repeat(self, operation: str, name: str, request: Callable[[], T], size: int = 0) -> T:
+        """Make a request, again after a random part of a growing time while it fails for a reason that may pass. `size`
+        are the bytes of its body, or those of the answer.
 
         Raises:
             OSError: it failed for good. Its strerror names the operation, the object and the cause.
         """
-        limits, tries, begin = self.limits, 0, time.monotonic()
+        limits, tries = self.limits, 0
+        end = time.monotonic() + limits.seconds + limits.body_seconds(size)
         while True:
             tries += 1
+            self.within_limits(size)
             try:
                 return request()
             except RequestFailed as error:
                 pause = random.uniform(0, min(limits.max_backoff, limits.first_backoff * 2**tries))  # full jitter
-                late = time.monotonic() + pause - begin > limits.seconds
+                late = time.monotonic() + pause > end
                 if error.retry and tries <= limits.retries and not late:
                     time.sleep(pause)
                     continue
                 after = f" ({tries} tries)" if tries > 1 else ""
-                code = errno.EACCES if error.denied else errno.EIO
+                code = errno.EACCES if error.denied else errno.EIO if error.retry else errno.EINVAL
                 raise OSError(code, f"cannot {operation} {self.path(name)}: {error}{after}", self.path(name)) from None
 
 
@@ -176,6 +233,8 @@ class ObjectSink:
         self.thread: threading.Thread | None = None
         self.aborted = self.complete = self.closed = False
         self.failure: BaseException | None = None
+        self.yielded = 0
+        """The parts that have been handed to the library."""
         self.ended = threading.Event()
 
     def write(self, content: Buffer) -> None:
@@ -195,8 +254,11 @@ class ObjectSink:
     def close(self) -> None:
         if self.written <= PART_BYTES and self.thread is None:
             content = self.part[: self.filled].tobytes()
-            if not self.store.put_if_absent("write", self.name, content, self.token):
-                raise self.store.exists(self.name)
+            try:
+                if not self.store.put_if_absent("write", self.name, content, self.token):
+                    raise self.store.exists(self.name)
+            except OutcomeUnknown as error:  # an object that nothing refers to is not published
+                raise OSError(error.errno, error.strerror, error.filename) from None
         else:
             self._submit()
             # obstore cannot complete an upload on a condition: the name is looked up directly before.
@@ -256,14 +318,20 @@ class ObjectSink:
             if not (self.complete and self._is_there()):
                 path = self.store.path(self.name)
                 cause = error if isinstance(error, RequestFailed) else error.strerror or type(error).__name__
-                self.failure = OSError(errno.EIO, f"cannot write {path}: {cause}", path)
+                arrived = max(0, self.yielded - PARTS_IN_FLIGHT) * PART_BYTES
+                self.failure = OSError(
+                    errno.EIO, f"cannot write {path}: {cause}, after {arrived:,} of {self.written:,} bytes", path
+                )
         except BaseException as error:  # noqa: BLE001  the thread that writes raises it
             self.failure = error
         finally:
+            self.store.request_end = 0.0
             self.ended.set()
 
     def _blocks(self) -> Iterator[Buffer]:
         while (part := self.parts.get()) is not None:
+            self.store.within_limits(PARTS_IN_FLIGHT * PART_BYTES)
+            self.yielded += 1
             yield part
         if self.aborted:
             raise UploadAborted

@@ -20,7 +20,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.base.io import open_descriptor
-from meshwright.base.store.interface import Buffer, Sink
+from meshwright.base.store.interface import Buffer, OutcomeUnknown, Sink
 from meshwright.errors import CheckpointError
 
 Block = NDArray[np.uint8]
@@ -140,7 +140,13 @@ class PosixStore:
                     f"{self.root}: the file system does not support hard links",
                     "try --run DIR on a file system that supports them",
                 ) from None
-            raise
+            try:
+                absent = self.size(name) is None
+            except OSError:
+                absent = False
+            if absent:
+                raise
+            raise OutcomeUnknown(error.errno, error.strerror, self.path(name)) from None  # it may not be durable
         finally:
             with suppress(OSError):  # a temporary file that remains is never listed
                 self.calls.remove(self.path(temporary))

@@ -1,6 +1,7 @@
-"""What each optimizer keeps for a parameter, and which update rule a parameter has. Torch-free.
+"""What each optimizer keeps, reads and sends for a parameter, and which update rule a parameter has. Torch-free.
 
-The planner, the simulator and the host-memory check compute bytes from this table; the rules are in `optim/`.
+The planner, the simulator and the host-memory check compute bytes and times from this table, so that none of them knows
+an optimizer by its name; the rules are in `optim/`.
 """
 
 from __future__ import annotations
@@ -41,12 +42,25 @@ class StateTensor:
 
 @dataclass(frozen=True)
 class RuleDeclaration:
-    """What an update rule keeps and needs."""
+    """What an update rule keeps, reads and needs."""
 
     state: Callable[[OptimizerConfig, Shape], tuple[StateTensor, ...]]
     """the state of a parameter of this shape"""
-    elementwise: bool = True
-    """whether every element is updated by its own gradient and state alone; otherwise the rule needs whole matrices"""
+    settings: tuple[str, ...] = ()
+    """the settings of the optimizer that it reads, beside those that every rule reads"""
+    whole_matrices: bool = False
+    """whether the owner of a matrix gets it as a whole, by `optim/matrix_exchange.py`"""
+    matmuls: Callable[[OptimizerConfig, int, int], tuple[tuple[int, int, int], ...]] = lambda _config, _short, _long: ()
+    """the products of the owner for one matrix, by its shorter and its longer side, each as (rows, columns, inner)"""
+    sums: Callable[[Shape], int] | None = None
+    """the elements of a parameter of this shape that the ranks sum; None if they sum none"""
+    otherwise: str = ""
+    """the rule of parameters that are no matrices of blocks; '' if this one updates every parameter"""
+
+    @property
+    def elementwise(self) -> bool:
+        """Whether every element is updated by its own gradient and state alone, without a collective."""
+        return not self.whole_matrices and self.sums is None
 
 
 def moments(shape: Shape, *keys: str) -> tuple[StateTensor, ...]:
@@ -62,12 +76,28 @@ def muon_state(_config: OptimizerConfig, shape: Shape) -> tuple[StateTensor, ...
     return moments(shape, "momentum")
 
 
+def newton_schulz_matmuls(config: OptimizerConfig, short: int, long: int) -> tuple[tuple[int, int, int], ...]:
+    products = (short, short, long), (short, short, short), (short, long, short)
+    return products * config.newton_schulz_steps
+
+
 def adafactor_state(_config: OptimizerConfig, shape: Shape) -> tuple[StateTensor, ...]:
     """Second moments: of the rows and columns of matrices, of every element of vectors."""
     step, dims = StateTensor("step", (), float32=True), tuple(range(len(shape)))
     if len(shape) < 2:
         return (step, *moments(shape, "variance"))
     return (step, StateTensor("row_var", dims[:-1]), StateTensor("col_var", (*dims[:-2], dims[-1])))
+
+
+def adafactor_sums(shape: Shape) -> int:
+    """The elements of all sums of one parameter: its squares and those of its update, and for a matrix the squares of
+    the rows and columns of its gradient, and the second moments of its rows.
+    """
+    totals = shape[0] if len(shape) == 3 else 1
+    if len(shape) < 2:
+        return 2 * totals
+    stack = prod(shape[:-2])
+    return 2 * totals + stack * (shape[-2] + shape[-1] + 1)
 
 
 def sgd_state(config: OptimizerConfig, shape: Shape) -> tuple[StateTensor, ...]:
@@ -93,11 +123,17 @@ def custom_state(config: OptimizerConfig, shape: Shape) -> tuple[StateTensor, ..
 
 
 RULES: dict[str, RuleDeclaration] = {
-    "adamw": RuleDeclaration(adamw_state),
-    "muon": RuleDeclaration(muon_state, elementwise=False),
-    "adafactor": RuleDeclaration(adafactor_state, elementwise=False),
-    "sgd": RuleDeclaration(sgd_state),
-    "lion": RuleDeclaration(lion_state),
+    "adamw": RuleDeclaration(adamw_state, ("beta1", "beta2", "eps", "implementation")),
+    "muon": RuleDeclaration(
+        muon_state,
+        ("momentum", "nesterov", "newton_schulz_steps", "update_scale"),
+        whole_matrices=True,
+        matmuls=newton_schulz_matmuls,
+        otherwise="adamw",
+    ),
+    "adafactor": RuleDeclaration(adafactor_state, sums=adafactor_sums),
+    "sgd": RuleDeclaration(sgd_state, ("momentum", "nesterov", "implementation")),
+    "lion": RuleDeclaration(lion_state, ("beta1", "beta2")),
 }
 """Name of an update rule -> its declaration. Every `optimizer.kind` but `custom` is the name of a rule."""
 CUSTOM_RULE = RuleDeclaration(custom_state)
@@ -129,18 +165,26 @@ def parameter_settings(config: OptimizerConfig, name: str, shape: Shape, in_bloc
 
 
 def update_rule(config: OptimizerConfig, name: str, shape: Shape, in_block: bool) -> str:  # noqa: ARG001
-    """The name of a parameter's update rule: that of the optimizer, unless it combines two rules. Muon updates the
-    matrices of blocks; three dimensions are a stack of matrices, such as those of experts.
+    """The name of a parameter's update rule: that of the optimizer, unless it combines two rules. Three dimensions are
+    a stack of matrices, such as those of experts.
     """
-    if config.kind == "muon" and not (in_block and len(shape) in (2, 3)):
-        return "adamw"
-    return config.kind
+    is_matrix = in_block and len(shape) in (2, 3)
+    return config.kind if is_matrix else rule_declaration(config.kind).otherwise or config.kind
+
+
+def rule_declaration(rule: str) -> RuleDeclaration:
+    return CUSTOM_RULE if rule == CUSTOM else RULES[rule]
+
+
+def kinds_that_read() -> dict[str, tuple[str, ...]]:
+    """Setting -> the kinds of optimizers that read it, for the settings that not every kind reads."""
+    read = {kind: {*RULES[kind].settings, *rule_declaration(RULES[kind].otherwise or kind).settings} for kind in RULES}
+    return {key: tuple(kind for kind in RULES if key in read[kind]) for key in sorted(set().union(*read.values()))}
 
 
 def state_tensors(config: OptimizerConfig, rule: str, shape: Shape) -> tuple[StateTensor, ...]:
     """The optimizer state of a parameter with this update rule."""
-    declaration = CUSTOM_RULE if rule == CUSTOM else RULES[rule]
-    return declaration.state(config, shape)
+    return rule_declaration(rule).state(config, shape)
 
 
 def shard_state_bytes(

@@ -13,6 +13,7 @@ from typing import Any
 
 from meshwright.base.config import RunConfig
 from meshwright.base.topology.layout import Layout
+from meshwright.base.topology.optimizer_state import kinds_that_read
 from meshwright.base.topology.parameter_shards import uses_ddp, uses_fsdp
 
 
@@ -41,17 +42,6 @@ def _kind_reason(kinds: tuple[str, ...], config: RunConfig, _layout: Layout) -> 
     return "" if config.optimizer.kind in kinds else f"optimizer.kind is {config.optimizer.kind}"
 
 
-OPTIMIZER_KINDS = {
-    "beta1": ("adamw", "muon", "lion"),
-    "beta2": ("adamw", "muon", "lion"),
-    "eps": ("adamw", "muon"),
-    "momentum": ("muon", "sgd"),
-    "nesterov": ("muon", "sgd"),
-    "newton_schulz_steps": ("muon",),
-    "update_scale": ("muon",),
-    "implementation": ("adamw", "muon", "sgd"),
-}
-"""Setting of the optimizer -> the kinds that read it; the others are read by all."""
 UNUSED_SETTINGS = (
     UnusedSettings(
         ("pipeline.schedule", "pipeline.stages"),
@@ -107,7 +97,7 @@ UNUSED_SETTINGS = (
             else ""
         ),
     ),
-    *(UnusedSettings((f"optimizer.{key}",), partial(_kind_reason, kinds)) for key, kinds in OPTIMIZER_KINDS.items()),
+    *(UnusedSettings((f"optimizer.{key}",), partial(_kind_reason, kinds)) for key, kinds in kinds_that_read().items()),
     UnusedSettings(
         ("activation_checkpoint.memory_budget",),
         lambda config, _layout: "blocks are not compiled" if config.compile.enabled is False else "",

@@ -30,14 +30,14 @@ from meshwright.base.topology.layout import Layout
 from meshwright.core import faults
 from meshwright.core.checkpoint.dcp_planner import LocalShardSavePlanner, as_planner_state
 from meshwright.core.checkpoint.retention import RetentionPolicy
-from meshwright.core.checkpoint.shards import ShardWriter
+from meshwright.core.checkpoint.shards import ShardWriter, to_save_error
 from meshwright.core.checkpoint.stager import HostStager, first_nonfinite
 from meshwright.core.checkpoint.state import CheckpointState
 from meshwright.core.checkpoint.verify import DIGEST_THREADS, verify_content, verify_file
 from meshwright.core.parallel.data_parallel.rank_agreement import ModelUse, use_error
 from meshwright.core.parallel.local_shard import LocalShard
 from meshwright.core.parallel.world import World
-from meshwright.errors import BusyError, CheckpointError, MeshwrightError, NumericsError, PeerError, is_peer_loss
+from meshwright.errors import BusyError, CheckpointError, MeshwrightError, NumericsError
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a single process is a supported layout
 
@@ -82,9 +82,11 @@ class SaveResult:
     error: MeshwrightError | None = None
     """Why the save failed, None if it did not."""
     in_memory: bool = False
+    published: bool = False
+    """Whether this rank knows that the manifest is published, although the save may have failed afterwards."""
 
     def to_json(self) -> dict[str, Any]:
-        values = {key: value for key, value in vars(self).items() if key not in ("error", "in_memory")}
+        values = {key: value for key, value in vars(self).items() if key not in ("error", "in_memory", "published")}
         return values | {"stall_seconds": round(self.stall_seconds, 4), "seconds": round(self.seconds, 4)}
 
 
@@ -229,9 +231,9 @@ class CheckpointSaver:
         return f"the save in flight has made no progress for {stalled:.0f} s"
 
     def _has_progressed(self) -> bool:
-        """Whether bytes were written or verified since the last call."""
+        """Whether bytes were written or verified since the last call, or an object store may still be sending some."""
         progress = self.progress_count + (self.writer.written_bytes if self.writer else 0)
-        if progress == self.last_progress[0]:
+        if progress == self.last_progress[0] and time.monotonic() >= getattr(self.store, "request_end", 0.0):
             return False
         self.last_progress = (progress, time.monotonic())
         return True
@@ -272,6 +274,7 @@ class CheckpointSaver:
                 no_dist=self.group is None,
             )
             self.waits_for_ranks = False
+            result.published = True
             if memory is None:
                 self.ordinal += 1
                 self._verify_written(result.folder, self.writer)
@@ -280,7 +283,7 @@ class CheckpointSaver:
         except MeshwrightError as error:
             result.error = error
         except (Exception, CheckpointException) as error:  # noqa: BLE001  CheckpointException is not an Exception
-            result.error = to_save_error(error, result.folder)
+            result.error = to_save_error(error, result.folder, result.published)
         self.waits_for_ranks = False
         result.seconds = time.monotonic() - start
         return result
@@ -298,7 +301,8 @@ class CheckpointSaver:
         damaged = [rank for rank, (flag,) in enumerate(self._all_gather(damage is not None)) if flag]
         if damaged:
             raise CheckpointError(
-                f"rank {damaged[0]}: {folder} differs from what was written when read back: {damage or 'its files'}"
+                f"rank {damaged[0]}: {folder} is published, but differs from what was written when read back: "
+                f"{damage or 'its files'}"
             )
 
     def _all_gather(self, *numbers: int) -> list[list[int]]:
@@ -379,21 +383,8 @@ class CheckpointSaver:
         # The checkpoint comes into existence here: before this call there is none, after it there is a complete one.
         if not (memory or self.store).publish_if_absent(f"{result.folder}/{MANIFEST_FILE}", raw, before_publish):
             raise CheckpointError(f"{result.folder} exists already and is not overwritten")
+        result.published = True
         faults.fail_point("save.after_publish", metadata.step)
         if memory is None:
             self.parent = recorded_digest(raw)
         result.bytes = manifest.total_bytes
-
-
-def to_save_error(error: BaseException, folder: str) -> MeshwrightError:
-    """The error of a failed save in one line: which rank, which checkpoint, what."""
-    rank = None
-    if isinstance(error, CheckpointException) and error.failures:
-        rank, (error, _) = min(error.failures.items())
-    if isinstance(error, MeshwrightError):
-        return error
-    if is_peer_loss(error):
-        return PeerError(f"{folder} was not saved: another rank was lost ({str(error).splitlines()[0][:120]})")
-    reason = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
-    prefix = f"rank {rank}: " if rank is not None else ""
-    return CheckpointError(f"{prefix}{folder} was not saved: {reason}; earlier checkpoints, if any, are intact")

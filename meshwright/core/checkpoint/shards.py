@@ -12,6 +12,7 @@ import numpy as np
 import torch
 import xxhash
 from torch.distributed.checkpoint import StorageReader, StorageWriter
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
@@ -44,11 +45,11 @@ from meshwright.base.checkpoint.format.regions import (
 from meshwright.base.checkpoint.listing import CheckpointEntry
 from meshwright.base.checkpoint.manifest import MANIFEST_FILE
 from meshwright.base.config import BLOCK_SIZES, BlockSizes
-from meshwright.base.store.interface import Store
+from meshwright.base.store.interface import OutcomeUnknown, Store
 from meshwright.core import faults
 from meshwright.core.checkpoint.state import tensor_bytes
 from meshwright.core.checkpoint.verify import DIGEST_THREADS, DigestingSink, shard_header
-from meshwright.errors import CheckpointError
+from meshwright.errors import CheckpointError, MeshwrightError, PeerError, is_peer_loss
 
 TENSOR_ALIGNMENT = 64
 """The alignment in bytes of every region in a shard."""
@@ -347,3 +348,20 @@ def planned_tensors(plan: SavePlan) -> dict[str, TensorRecord]:
 
 def file_position(region: TensorRegion) -> tuple[str, int]:
     return region.file, region.start
+
+
+def to_save_error(error: BaseException, folder: str, published: bool) -> MeshwrightError:
+    """The error of a failed save in one line: which rank, which checkpoint, what became of it, and why."""
+    rank = None
+    if isinstance(error, CheckpointException) and error.failures:
+        rank, (error, _) = min(error.failures.items())
+    if isinstance(error, MeshwrightError):
+        return error
+    if is_peer_loss(error):  # only rank 0 knows whether it has published before
+        return PeerError(f"the save of {folder} has ended: another rank was lost ({str(error).splitlines()[0][:120]})")
+    outcome = "is published, but was not verified" if published else "was not saved"
+    if isinstance(error, OutcomeUnknown):
+        outcome = "may be published, which is unknown"
+    reason = error.strerror if isinstance(error, OSError) and error.strerror else f"{type(error).__name__}: {error}"
+    prefix = f"rank {rank}: " if rank is not None else ""
+    return CheckpointError(f"{prefix}{folder} {outcome}: {reason}; earlier checkpoints, if any, are intact")

@@ -16,14 +16,7 @@ from torch import Tensor
 from meshwright.base.config import OptimizerConfig, RunConfig
 from meshwright.prover.compare.discrepancy import Quantity, compare_tensors
 from meshwright.prover.oracle.optimizer import clip_factor, global_norm
-from meshwright.prover.oracle.update_rules import (
-    ReferenceOptimizer,
-    Settings,
-    State,
-    muon_direction,
-    muon_factor,
-    polar_factor,
-)
+from meshwright.prover.oracle.update_rules import MATRIX_RULES, ReferenceOptimizer, Settings, State
 from meshwright.prover.trace import StepTrace
 from meshwright.prover.tracer import AssembledTrace, Index
 
@@ -193,38 +186,36 @@ class RecordedUpdate:
             )
 
     def wrong_matrices(self, right: float) -> Iterator[Candidate]:
-        """Updates that Muon makes of other tensors than whole matrices of blocks."""
-        if self.config.optimizer.kind != "muon":
+        """Updates that a rule such as Muon makes of other tensors than whole matrices of blocks."""
+        kind = self.config.optimizer.kind
+        if kind not in MATRIX_RULES:
             return
         yield (
-            "every rank orthogonalizes its own shard, not the whole matrix",
-            lambda name: self.sharded_muon(name, right),
+            f"every rank updates its own shard by {kind}, not the whole matrix",
+            lambda name: self.sharded_update(name, right),
         )
         yield (
-            "Muon updates it, and AdamW should: it is in no block, or no matrix",
-            lambda name: self.update(name, right, rule="muon"),
+            f"{kind} updates it, and {MATRIX_RULES[kind]} should: it is in no block, or no matrix",
+            lambda name: self.update(name, right, rule=kind),
         )
         yield (
-            "AdamW updates it, and Muon should: it is a matrix of a block",
-            lambda name: self.update(name, right, rule="adamw"),
+            f"{MATRIX_RULES[kind]} updates it, and {kind} should: it is a matrix of a block",
+            lambda name: self.update(name, right, rule=MATRIX_RULES[kind]),
         )
 
-    def sharded_muon(self, name: str, factor: float) -> Tensor:
-        """The parameter after an update by the orthogonalized shards of its momentum."""
-        parameter, settings = self.before[name].double(), self.settings(name)
-        if settings.rule != "muon":
+    def sharded_update(self, name: str, factor: float) -> Tensor:
+        """The parameter after an update of its shards, each as if it were the whole matrix."""
+        parameter, settings, state = self.before[name].double(), self.settings(name), self.state_of(name)
+        if settings.rule not in MATRIX_RULES or any(s.shape != parameter.shape for s in state.values()):
             return self.update(name, factor)
-        gradient = self.step.gradients[name].double() * factor
-        _, direction = muon_direction(parameter, gradient, self.state_of(name), self.config.optimizer)
-        steps, update = self.config.optimizer.newton_schulz_steps, torch.zeros_like(direction)
+        gradient, after = self.step.gradients[name].double() * factor, parameter.clone()
         for where, _ in self.regions.get(name, []):
-            shard = direction[where]
-            matrices = shard if shard.ndim == 3 else shard[None]
-            parts = [polar_factor(matrix, steps) if matrix.numel() else matrix for matrix in matrices]
-            update[where] = torch.stack(parts).view_as(shard) if parts else shard
-        rate = self.step.lr * settings.lr_factor
-        scaled = muon_factor(parameter, self.config.optimizer) * update
-        return parameter - rate * (scaled + settings.decay * parameter)
+            shard, own = parameter[where], {key: value[where] for key, value in state.items()}
+            if shard.numel():
+                after[where], _ = self.optimizer.update(
+                    name, shard, gradient[where], own, self.step.lr, settings, tuple(parameter.shape)
+                )
+        return after
 
     def settings(self, name: str) -> Settings:
         return self.optimizer.settings(name, self.before[name])
@@ -268,7 +259,7 @@ class RecordedUpdate:
             state["step"] = torch.tensor(time, dtype=torch.float64)
             state["exp_avg"] = state.get("exp_avg", zero)
             state["exp_avg_sq"] = state.get("exp_avg_sq", zero) + root
-        if settings.rule == "muon" and parameter.ndim not in (2, 3):
+        if settings.rule in MATRIX_RULES and parameter.ndim not in (2, 3):
             return torch.full_like(parameter, torch.nan)
         state = {key: sign * value if key in SIGNED_STATE else value for key, value in state.items()}
         gradient = sign * gradient + coupled * parameter

@@ -27,6 +27,8 @@ class Rates:
     config: OptimizerConfig
     eps: float = torch.finfo(torch.float64).eps
     """the resolution of the dtype in which the run stores parameters"""
+    shape: tuple[int, ...] = ()
+    """the shape of the parameter, where only a shard of it is updated"""
 
 
 Update = Callable[[Tensor, Tensor, State, Rates], tuple[Tensor, State]]
@@ -69,23 +71,19 @@ def lion(parameter: Tensor, gradient: Tensor, state: State, rates: Rates) -> tup
 
 def muon(parameter: Tensor, gradient: Tensor, state: State, rates: Rates) -> tuple[Tensor, State]:
     """Orthogonalized momentum; a parameter with three dimensions has one matrix per index of the first."""
-    momentum, direction = muon_direction(parameter, gradient, state, rates.config)
+    config, mu = rates.config, rates.config.momentum
+    momentum = mu * moment(state, "momentum", parameter) + (1 - mu) * gradient
+    direction = mu * momentum + (1 - mu) * gradient if config.nesterov else momentum
     matrices = (direction if direction.ndim == 3 else direction[None]).to(gradient.dtype)
-    parts = [polar_factor(matrix, rates.config.newton_schulz_steps) for matrix in matrices]
-    update = muon_factor(parameter, rates.config) * torch.stack(parts).view_as(parameter).to(momentum.dtype)
+    parts = [polar_factor(matrix, config.newton_schulz_steps) for matrix in matrices]
+    factor = muon_factor(rates.shape or tuple(parameter.shape), config)
+    update = factor * torch.stack(parts).view_as(parameter).to(momentum.dtype)
     return parameter - rates.lr * (update + rates.decay * parameter), {"momentum": momentum}
 
 
-def muon_direction(parameter: Tensor, gradient: Tensor, state: State, config: OptimizerConfig) -> tuple[Tensor, Tensor]:
-    """(momentum, what is orthogonalized)."""
-    mu = config.momentum
-    momentum = mu * moment(state, "momentum", parameter) + (1 - mu) * gradient
-    return momentum, mu * momentum + (1 - mu) * gradient if config.nesterov else momentum
-
-
-def muon_factor(parameter: Tensor, config: OptimizerConfig) -> float:
+def muon_factor(shape: tuple[int, ...], config: OptimizerConfig) -> float:
     """arXiv:2502.16982 (match-rms-adamw), or that of the author of Muon."""
-    rows, columns = parameter.shape[-2:]
+    rows, columns = shape[-2:]
     if config.update_scale == "match-rms-adamw":
         return 0.2 * math.sqrt(rows if rows > columns else columns)
     return math.sqrt(rows / columns) if rows > columns else 1.0
@@ -140,6 +138,8 @@ def moment(state: State, key: str, parameter: Tensor) -> Tensor:
 
 UPDATES: dict[str, Update] = {"adamw": adamw, "sgd": sgd, "lion": lion, "muon": muon, "adafactor": adafactor}
 """Name of an update rule -> its definition."""
+MATRIX_RULES = {"muon": "adamw"}
+"""Name of an update rule of the matrices of blocks -> the rule of all other parameters."""
 
 DECODER_BLOCKS = ("decoder.blocks.*",)
 """The names of the blocks of the built-in decoder."""
@@ -174,13 +174,15 @@ class ReferenceOptimizer:
         return cls(config.optimizer, blocks, torch.finfo(stored).eps)
 
     def settings(self, name: str, parameter: Tensor) -> Settings:
-        """Muon updates the matrices of blocks, and AdamW all other parameters. Weight decay applies to matrices, unless
-        the group of a parameter, the first whose pattern matches its name, has its own.
+        """Muon updates the matrices of blocks, and AdamW all other parameters; so do others of MATRIX_RULES. Weight
+        decay applies to matrices, unless the group of a parameter, the first whose pattern matches its name, has its
+        own.
         """
-        rule, decay, factor = self.config.kind, decay_of(parameter, self.config), 1.0
+        decay, factor = decay_of(parameter, self.config), 1.0
         in_block = any(fnmatchcase(name, f"{block}.*") for block in self.blocks)
-        if rule == "muon" and not (in_block and parameter.ndim in (2, 3)):
-            rule = "adamw"
+        rule: str = self.config.kind
+        if not (in_block and parameter.ndim in (2, 3)):
+            rule = MATRIX_RULES.get(rule, rule)
         for group in reversed(self.config.groups):
             if fnmatchcase(name, group.pattern):
                 factor = group.lr_factor
@@ -199,8 +201,11 @@ class ReferenceOptimizer:
         state: Mapping[str, Tensor],
         lr: float,
         settings: Settings | None = None,
+        shape: tuple[int, ...] = (),
     ) -> tuple[Tensor, State]:
-        """One update. `settings` are those of the parameter, unless others are given."""
+        """One update. `settings` are those of the parameter, unless others are given. With `shape`, that of the
+        parameter, it is one of a shard as if it were the parameter.
+        """
         settings = settings or self.settings(name, parameter)
-        rates = Rates(lr * settings.lr_factor, settings.decay, self.config, self.eps)
+        rates = Rates(lr * settings.lr_factor, settings.decay, self.config, self.eps, shape)
         return UPDATES[settings.rule](parameter, gradient, dict(state), rates)

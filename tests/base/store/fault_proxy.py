@@ -6,11 +6,15 @@ import http.client
 import socket
 import threading
 import time
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
 
+BLOCK = 1 << 16
+"""The bytes that pass the link at a time."""
+CODES = {403: "AccessDenied", 409: "ConditionalRequestConflict", 501: "NotImplemented", 503: "SlowDown"}
 HOP_HEADERS = ("connection", "keep-alive", "transfer-encoding", "content-length")
 
 
@@ -19,8 +23,8 @@ class Fault:
     """What happens to requests of a method whose path and query contain a text, `times` times."""
 
     action: str
-    """error: answer with `status`, cut: close the connection after the server has done the request, slow: wait
-    `seconds` first, unconditional: remove the header If-None-Match.
+    """error: answer with `status`, cut: close the connection after the server has done the request, drop:
+    before it has, slow: wait `seconds` first, unconditional: remove the header If-None-Match.
     """
     method: str = "PUT"
     contains: str = ""
@@ -45,9 +49,11 @@ class FaultProxy:
     requests: list[Request] = field(default_factory=list)
     frozen: dict[str, tuple[int, list[tuple[str, str]], bytes]] | None = None
     """The answers to listings while they are frozen."""
+    rate: float = 0.0
+    """The bytes per second of the link that all connections share, 0 without a limit."""
 
     def __post_init__(self) -> None:
-        self.lock = threading.Lock()
+        self.lock, self.link = threading.Lock(), threading.Lock()
         proxy = self
 
         class Handler(ProxyHandler):
@@ -80,6 +86,12 @@ class FaultProxy:
                         self.faults.remove(fault)
         return taken
 
+    def pass_bytes(self, size: int) -> None:
+        """Wait as long as the link takes for so many bytes."""
+        if self.rate:
+            with self.link:
+                time.sleep(size / self.rate)
+
     def count(self, method: str, contains: str = "") -> int:
         return sum(request.method == method and contains in request.path for request in self.requests)
 
@@ -94,7 +106,7 @@ class ProxyHandler(BaseHTTPRequestHandler):
         pass
 
     def handle_request(self) -> None:
-        body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        body = b"".join(self.receive(int(self.headers.get("Content-Length") or 0)))
         faults = self.owner.take_faults(self.command, self.path)
         headers = {name: value for name, value in self.headers.items() if name.lower() != "connection"}
         for fault in faults:
@@ -103,17 +115,31 @@ class ProxyHandler(BaseHTTPRequestHandler):
             elif fault.action == "unconditional":
                 headers = {name: value for name, value in headers.items() if name.lower() != "if-none-match"}
             elif fault.action == "error":
-                code = {501: "NotImplemented", 403: "AccessDenied"}.get(fault.status, "InternalError")
+                code = CODES.get(fault.status, "InternalError")
                 secret = "<StringToSign>the-secret-of-the-user</StringToSign>"
                 self.answer(fault.status, [], f"<Error><Code>{code}</Code>{secret}</Error>".encode())
                 return
+        if any(fault.action == "drop" for fault in faults):
+            self.hang_up(0)
+            return
         status, answer_headers, content = self.pass_on(body, headers)
         if any(fault.action == "cut" for fault in faults):
-            self.owner.requests.append(Request(self.command, self.path, status))
-            self.close_connection = True
-            self.connection.shutdown(socket.SHUT_RDWR)
+            self.hang_up(status)
             return
         self.answer(status, answer_headers, content)
+
+    def receive(self, length: int) -> Iterator[bytes]:
+        """The body of a request, as fast as the link is."""
+        while length > 0:
+            block = self.rfile.read(min(BLOCK, length))
+            self.owner.pass_bytes(len(block))
+            length -= len(block) or length  # the client has closed the connection
+            yield block
+
+    def hang_up(self, status: int) -> None:
+        self.owner.requests.append(Request(self.command, self.path, status))
+        self.close_connection = True
+        self.connection.shutdown(socket.SHUT_RDWR)
 
     def pass_on(self, body: bytes, headers: dict[str, str]) -> tuple[int, list[tuple[str, str]], bytes]:
         listing = self.command == "GET" and "list-type" in parse_qs(urlsplit(self.path).query)
@@ -139,7 +165,8 @@ class ProxyHandler(BaseHTTPRequestHandler):
                 self.send_header(name, value)
         self.send_header("Content-Length", length if self.command == "HEAD" and length else str(len(content)))
         self.end_headers()
-        if self.command != "HEAD":
-            self.wfile.write(content)
+        for start in range(0, len(content) if self.command != "HEAD" else 0, BLOCK):
+            self.owner.pass_bytes(len(content[start : start + BLOCK]))
+            self.wfile.write(content[start : start + BLOCK])
 
     do_GET = do_PUT = do_POST = do_DELETE = do_HEAD = handle_request

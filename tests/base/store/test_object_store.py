@@ -14,6 +14,7 @@ import pytest
 from benchmarks.s3_server import open_uploads
 from meshwright.base.checkpoint.listing import list_checkpoint_folders
 from meshwright.base.store import object_calls, object_store
+from meshwright.base.store.interface import OutcomeUnknown
 from meshwright.base.store.object_calls import RequestLimits
 from meshwright.base.store.object_process import STATE, ProcessCalls, make_requests_in_another_process
 from meshwright.base.store.object_store import ObjectStore, require_conditional_put
@@ -49,7 +50,7 @@ def test_errors_of_the_server_are_retried(store, proxy):
 
 
 def test_retries_are_bounded_and_the_error_names_operation_object_and_cause(store, proxy, url):
-    proxy.faults = [Fault("error", "*", times=1000)]
+    proxy.faults = [Fault("error", "PUT", times=1000)]
     with pytest.raises(OSError, match="tries") as failed:
         store.publish_if_absent("folder/manifest.json", b"content")
     assert failed.value.strerror == (
@@ -89,6 +90,96 @@ def test_publication_that_another_writer_wins_after_a_lost_answer_is_false(store
     proxy.faults = [Fault("cut", contains="manifest.json", times=2)]
     assert not store.publish_if_absent("manifest.json", b"content")
     assert store.read("manifest.json", 0, 100) == b"other"
+
+
+@pytest.mark.parametrize("action", ["error", "cut"])
+def test_publication_that_never_gets_an_answer_is_decided_by_what_is_there(store, proxy, action):
+    """After the last try, the object is read back: it is there if only answers were lost, and absent after errors."""
+    proxy.faults = [Fault(action, "PUT", "manifest.json", times=1000)]
+    if action == "cut":
+        assert store.publish_if_absent("manifest.json", b"content")
+        assert store.read("manifest.json", 0, 100) == b"content"
+    else:
+        with pytest.raises(OSError, match="500 InternalError") as failed:
+            store.publish_if_absent("manifest.json", b"content")
+        assert not isinstance(failed.value, OutcomeUnknown)
+    assert proxy.count("PUT") == QUICK.retries + 1
+
+
+@pytest.mark.parametrize("action", ["cut", "drop"])
+def test_publication_that_cannot_be_read_back_is_unknown(store, proxy, action, url):
+    proxy.faults = [Fault(action, "*", "manifest.json", times=1000)]
+    with pytest.raises(OutcomeUnknown) as unknown:
+        store.publish_if_absent("manifest.json", b"content")
+    assert unknown.value.strerror.startswith(f"cannot publish {url}/manifest.json: ")
+    assert ", and whether it is there is unknown: cannot read " in unknown.value.strerror
+    proxy.faults = []
+    assert (store.size("manifest.json") == 7) == (action == "cut")
+
+
+def test_denied_publication_is_known_to_be_absent(store, proxy):
+    proxy.faults = [Fault("error", "*", times=1000, status=403)]
+    with pytest.raises(PermissionError):
+        store.publish_if_absent("manifest.json", b"content")
+    assert len(proxy.requests) == 1
+
+
+@pytest.mark.parametrize("operation", ["publish", "write", "replace", "delete"])
+def test_conflicting_operation_is_tried_again(store, proxy, operation):
+    """S3 answers 409 while another request for the object is under way, whether or not there is an object then."""
+    if operation == "delete":
+        store.replace("x", b"content")
+    proxy.faults = [Fault("error", "POST" if operation == "delete" else "PUT", times=2, status=409)]
+    if operation == "publish":
+        assert store.publish_if_absent("x", b"content")
+    elif operation == "write":
+        write(store, "x", b"content")
+    else:
+        store.replace("x", b"content") if operation == "replace" else store.remove("x")
+    assert not proxy.faults
+    assert store.size("x") == (None if operation == "delete" else 7)
+
+
+def test_conflict_that_another_writer_wins_is_false_and_one_that_stays_is_an_error(store, proxy, url):
+    assert ObjectStore(url, QUICK).publish_if_absent("manifest.json", b"other")
+    proxy.faults = [Fault("error", "PUT", times=2, status=409)]
+    assert not store.publish_if_absent("manifest.json", b"content")
+    proxy.faults = [Fault("error", "PUT", times=1000, status=409)]
+    with pytest.raises(OSError, match=r"absent: the server answered 409 ConditionalRequestConflict \(4 tries\)"):
+        store.publish_if_absent("absent", b"content")
+
+
+def test_transfers_over_a_slow_link_take_longer_than_the_limit_without_one(store, proxy, url):
+    limits = RequestLimits(retries=0, seconds=1.0, timeout=1.0, slowest_rate=1 << 20)
+    store, proxy.rate = ObjectStore(url, limits), 4 << 20
+    contents = {"small": random.Random(0).randbytes(PART), "parts": random.Random(1).randbytes(3 * PART)}
+    for name, content in contents.items():
+        write(store, name, content)
+    assert [proxy.count("PUT", name) for name in contents] == [1, 3], "nothing is sent twice"
+    proxy.faults = [Fault("drop", "GET", "small")]
+    again = ObjectStore(url, RequestLimits(retries=8, seconds=1.0, timeout=1.0))
+    assert again.read("small", 0, PART) == contents["small"], "the time that a body needs does not end the tries"
+
+
+def test_link_on_which_nothing_moves_is_an_error_with_the_bytes(proxy, url):
+    limits = RequestLimits(retries=0, seconds=1.0, timeout=0.5, slowest_rate=1 << 20)
+    store = ObjectStore(url, limits)
+    store.replace("x", b"content")
+    proxy.faults = [Fault("slow", "*", times=2, seconds=3.0)]
+    with pytest.raises(OSError, match=f"cannot read {url}/x: nothing arrived for 0.5 s"):
+        store.read("x", 0, 7)
+    with pytest.raises(OSError, match=f"cannot replace {url}/x: 70,000 bytes were not sent within 0.6 s"):
+        store.replace("x", bytes(70_000))
+
+
+def test_long_read_is_made_of_requests_that_are_repeated_alone(store, proxy):
+    size = 2 * object_store.READ_AHEAD_BYTES + 5
+    content = random.Random(0).randbytes(size)
+    write(store, "shard", content)
+    proxy.requests.clear()
+    proxy.faults = [Fault("drop", "GET", "shard")]
+    assert store.read("shard", 0, size + 5) == content
+    assert proxy.count("GET", "shard") == 4
 
 
 def test_small_file_whose_answer_is_lost_is_written(store, proxy):

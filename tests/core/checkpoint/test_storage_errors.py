@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import shutil
 import threading
+import time
 from dataclasses import replace
 from functools import partial
 
@@ -100,6 +101,35 @@ def test_failed_save_returns_its_error_and_raises_nothing(disk, call):
     assert isinstance(saved.error, CheckpointError)
     assert "step-00000002.a0001 was not saved: No space left on device" in str(saved.error)
     assert saver.newest_step != 2
+
+
+@pytest.mark.parametrize("call", ["link manifest.json", "sync_folder step-00000002.a0001"])
+def test_save_whose_publication_has_failed_late_may_be_published(disk, call):
+    calls = record_calls(disk, partial(save, 2))
+    at = calls.index(call, calls.index("link manifest.json"))
+    saver = saver_at(2, open_store(disk.with_fault(DiskFault(at, "late"))))
+    (saved,) = saver.save(metadata_at(2))
+    saver.close()
+    assert "step-00000002.a0001 may be published, which is unknown: Input/output error" in str(saved.error)
+
+
+def test_error_after_the_publication_does_not_say_that_nothing_was_saved(disk):
+    calls = record_calls(disk, partial(save, 2))
+    at = next(at for at in range(calls.index("link manifest.json"), len(calls)) if calls[at].startswith("read"))
+    saver = saver_at(2, open_store(disk.with_fault(DiskFault(at, "error"))))
+    (saved,) = saver.save(metadata_at(2))
+    saver.close()
+    assert "step-00000002.a0001 is published, but " in str(saved.error)
+
+
+def test_save_on_a_slow_link_makes_progress_until_the_limit_of_its_request(disk):
+    store = open_store(disk)
+    saver = saver_at(2, store)
+    store.request_end = time.monotonic() + 1000  # as an object store
+    assert saver._has_progressed()
+    store.request_end = time.monotonic()
+    assert not saver._has_progressed()
+    saver.close()
 
 
 # The checkpoint is published: reporting a failed save would save the same step again, over its own files.

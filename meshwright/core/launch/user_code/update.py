@@ -9,7 +9,7 @@ from typing import Any
 from meshwright.base.config import OptimizerConfig, RunConfig
 from meshwright.base.environment import started_by_torchrun
 from meshwright.base.topology.layout import Layout
-from meshwright.base.topology.optimizer_state import CUSTOM
+from meshwright.base.topology.optimizer_state import CUSTOM, RULES
 from meshwright.base.topology.parameter_shards import uses_ddp
 from meshwright.base.user_code.entry_points import describe_user_error
 from meshwright.base.user_code.user_code import UserCode
@@ -53,8 +53,8 @@ def custom_optimizer(config: OptimizerConfig, factory: Any, layout: Layout) -> O
         raise ConfigError(
             f"the optimizer {name} is not elementwise: {facts.not_elementwise}, and the layout {layout} divides "
             "tensors or parameters among ranks",
-            "try layout.shard = none without tensor, pipeline and expert parallelism, or optimizer.kind = muon or "
-            "adafactor",
+            "try layout.shard = none without tensor, pipeline and expert parallelism, or optimizer.kind = "
+            + " or ".join(kind for kind, rule in RULES.items() if not rule.elementwise),
         )
     return replace(config, kind=CUSTOM, factory=name, state=facts.state)
 

@@ -1,11 +1,13 @@
-"""Time of the optimizer update: elementwise on the device or on the host, and the matrix iterations of Muon."""
+"""Time of the optimizer update: elementwise on the device or on the host, and the products of whole matrices."""
 
 from __future__ import annotations
+
+from collections import Counter
 
 from meshwright.base.hardware.links import collective_seconds, group_placement
 from meshwright.base.models.registry import run_spec
 from meshwright.base.models.traced_model import TracedModel
-from meshwright.base.topology.optimizer_state import OUTSIDE_BLOCKS, update_rule
+from meshwright.base.topology.optimizer_state import OUTSIDE_BLOCKS, rule_declaration, update_rule
 from meshwright.planner.cost.terms.kernel_time import kernel_rate, matmul_time
 from meshwright.planner.cost.terms.offload_time import offload_seconds
 from meshwright.planner.workload.planned_job import PlannedJob
@@ -24,29 +26,30 @@ def optimizer_time(job: PlannedJob, parameters: float) -> float:
     if trainer.offloads_optimizer:
         host_link = job.cluster.device.host_bandwidth
         elementwise = offload_seconds(parameters, trainer.gradient_bytes, trainer.parameter_bytes, host_link)
-    return elementwise + muon_time(job)
+    return elementwise + matrix_time(job)
 
 
-def muon_time(job: PlannedJob) -> float:
-    """Seconds of Muon beyond an elementwise update: a rank's share of the Newton-Schulz iterations in float32, three
-    products each, and the exchange of its shards with the owners of the matrices.
+def matrix_time(job: PlannedJob) -> float:
+    """Seconds of a rule that needs whole matrices beyond an elementwise update: a rank's share of its products in
+    float32, and the exchange of its shards with the owners of the matrices.
     """
     config, layout = job.run_config, job.layout
-    if config is None or config.optimizer.kind != "muon":
+    if config is None or not (declared := rule_declaration(config.optimizer.kind)).whole_matrices:
         return 0.0
     rate = kernel_rate(job.cluster.device, "fp32", job.trainer)
     spec = job.model.spec if isinstance(job.model, TracedModel) else run_spec(config)
     seconds, elements = 0.0, 0
     for parameter in spec.parameters:
         in_block = parameter.unit not in OUTSIDE_BLOCKS
-        if update_rule(config.optimizer, parameter.name, parameter.shape, in_block) == "muon" and parameter.trainable:
+        rule = update_rule(config.optimizer, parameter.name, parameter.shape, in_block)
+        if rule == config.optimizer.kind and parameter.trainable:
             short, long = sorted(parameter.shape[-2:])
-            products = ((short, short, long), (short, short, short), (short, long, short))
+            products = Counter(declared.matmuls(config.optimizer, short, long))
             matrices = parameter.local_numel() // (short * long)
-            seconds += matrices * sum(matmul_time(rate, *product) for product in products)
+            seconds += matrices * sum(times * matmul_time(rate, *product) for product, times in products.items())
             elements += parameter.local_numel()
     ranks = layout.ranks // layout.pipeline
-    seconds *= config.optimizer.newton_schulz_steps / layout.ranks
+    seconds /= layout.ranks
     shards = layout.tensor * (layout.shard * layout.context if job.sharding != "none" else 1)
     exchanged = 4.0 * elements / layout.pipeline * (1 / shards + (1 / ranks if shards > 1 else 0.0))
     placement = group_placement(job.cluster.devices_per_node, ranks, 1)

@@ -2,10 +2,10 @@
 
 The group is that of the ranks that update the same parameters: all ranks, or those of a pipeline rank.
 
-| rule | message bytes of one rank |
+| a rule that | message bytes of one rank |
 |---|---|
-| muon | all-to-all: its parts of the matrices of other owners, and for its own matrices the parts of all ranks |
-| adafactor, if parameters are sharded | all-reduce: rows, columns and three numbers of every matrix, two of a vector |
+| needs whole matrices | all-to-all: its parts of matrices of other owners, and the parts of all ranks of its own |
+| declares sums, if parameters are sharded | all-reduce: the elements of these sums |
 """
 
 from __future__ import annotations
@@ -13,14 +13,13 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from functools import lru_cache
-from math import prod
 
 from meshwright.base.config import RunConfig
 from meshwright.base.config.dtypes import parameter_bytes
 from meshwright.base.models.spec import ModelSpec
 from meshwright.base.topology.layout import Layout
 from meshwright.base.topology.matrix_owners import OPTIMIZER_AXIS, MatrixOwners, ShardedParameter, sharding_of
-from meshwright.base.topology.optimizer_state import OUTSIDE_BLOCKS, update_rule
+from meshwright.base.topology.optimizer_state import OUTSIDE_BLOCKS, rule_declaration, update_rule
 from meshwright.base.topology.parameter_shards import ParameterShard
 
 
@@ -38,11 +37,13 @@ def optimizer_messages(
             rule = update_rule(config.optimizer, shard.name, shard.shape, parameter.unit not in OUTSIDE_BLOCKS)
             sharded = ShardedParameter(shard.name, parameter.shape, sharding_of(parameter, layout))
             by_rule.setdefault(rule, []).append(sharded)
-    if matrices := by_rule.get("muon"):
-        to_owners, from_owner = owners_of(tuple(matrices), layout, rank - position(layout, rank)).sent_elements(rank)
-        messages[OPTIMIZER_AXIS, "all_to_all"] += (to_owners + from_owner) * size
-    if any(parameter.sharding for parameter in by_rule.get("adafactor", ())):
-        messages[OPTIMIZER_AXIS, "all_reduce"] += sum(adafactor_sums(p.shape) for p in by_rule["adafactor"]) * size
+    for rule, parameters in by_rule.items():
+        declared = rule_declaration(rule)
+        if declared.whole_matrices:
+            owners = owners_of(tuple(parameters), layout, rank - position(layout, rank))
+            messages[OPTIMIZER_AXIS, "all_to_all"] += sum(owners.sent_elements(rank)) * size
+        if declared.sums is not None and any(parameter.sharding for parameter in parameters):
+            messages[OPTIMIZER_AXIS, "all_reduce"] += sum(declared.sums(p.shape) for p in parameters) * size
     return messages
 
 
@@ -55,14 +56,3 @@ def position(layout: Layout, rank: int) -> int:
 def owners_of(parameters: tuple[ShardedParameter, ...], layout: Layout, rank: int) -> MatrixOwners:
     """Cached, since every rank of a group has the same owners."""
     return MatrixOwners(parameters, layout, rank)
-
-
-def adafactor_sums(shape: tuple[int, ...]) -> int:
-    """The elements of all sums of one parameter: its squares and those of its update, and for a matrix the squares of
-    the rows and columns of its gradient, and the second moments of its rows.
-    """
-    totals = shape[0] if len(shape) == 3 else 1
-    if len(shape) < 2:
-        return 2 * totals
-    stack = prod(shape[:-2])
-    return 2 * totals + stack * (shape[-2] + shape[-1] + 1)
