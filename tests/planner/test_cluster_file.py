@@ -150,14 +150,14 @@ def test_rates_that_nobody_measured_are_named():
     h100, a100, a800, l40s = (NODE_TYPES[name].device for name in ("h100", "a100-80", "a800", "l40s"))
     assert [*h100.assumed_rates("bf16"), *h100.assumed_rates("fp8"), *a100.assumed_rates("fp16")] == []
     assert list(a100.assumed_rates("fp8")) == [
-        "no fp8 rate of a100-80 is known: 312 TFLOP/s, that of another precision, is assumed",
-        "no run shows what fp8 matmuls sustain on a100-80: 80% of the peak is assumed",
+        "assumed rate: 312 TFLOP/s of fp8 on a100-80, that of another precision",
+        "assumed rate: fp8 matmuls sustain 80% of the peak of a100-80, which no run shows",
     ]
     assert list(a800.assumed_rates("bf16")) == [
-        "no run shows what bf16 matmuls sustain on a800: 80% of the peak, as on a100-80"
+        "assumed rate: bf16 matmuls sustain 80% of the peak of a800, as on a100-80"
     ]
     assert list(l40s.assumed_rates("fp8")) == [
-        "no run shows what fp8 matmuls sustain on l40s: 50% of the peak is assumed"
+        "assumed rate: fp8 matmuls sustain 50% of the peak of l40s, which no run shows"
     ]
     measured = replace(l40s, measured_matmuls=(MatmulRate("bf16", 4096, 4096, 4096, 200 * TERA),))
     assert list(measured.assumed_rates("bf16")) == []

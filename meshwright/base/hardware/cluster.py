@@ -17,6 +17,9 @@ from meshwright.base.config.dtypes import PRECISION_BYTES
 from meshwright.base.hardware.power import power_limited_fraction
 from meshwright.errors import ConfigError
 
+ASSUMED_RATE = "assumed rate: "
+"""How a note begins about a rate that no source states."""
+
 
 @dataclass(frozen=True)
 class MatmulRate:
@@ -91,14 +94,15 @@ class Device:
         if any(matmul.precision == precision for matmul in self.measured_matmuls):
             return
         if precision in self.assumed_peaks:
-            rate = f"{self.peak_flops[precision] / TERA:.4g} TFLOP/s"
-            yield f"no {precision} rate of {self.name} is known: {rate}, that of another precision, is assumed"
+            peak = self.peak_flops[precision] / TERA
+            yield f"{ASSUMED_RATE}{peak:.4g} TFLOP/s of {precision} on {self.name}, that of another precision"
         similar = "bf16" if precision == "fp16" else precision
-        share = f"{self.sustained_fraction.get(precision, self.sustained_fraction['bf16']):.0%} of the peak"
+        share = self.sustained_fraction.get(precision, self.sustained_fraction["bf16"])
+        rate = f"{ASSUMED_RATE}{precision} matmuls sustain {share:.0%} of the peak of {self.name}"
         if not self.measured_on or similar not in self.sustained_fraction:
-            yield f"no run shows what {precision} matmuls sustain on {self.name}: {share} is assumed"
+            yield f"{rate}, which no run shows"
         elif self.measured_on != self.name:
-            yield f"no run shows what {precision} matmuls sustain on {self.name}: {share}, as on {self.measured_on}"
+            yield f"{rate}, as on {self.measured_on}"
 
     def with_power_limit(self, watts: float) -> Device:
         """Returns this device with clocks that keep another power limit."""
