@@ -190,7 +190,7 @@ def trainer_json(result: PlanResult) -> dict[str, Any]:
     return {
         "name": name,
         "profile": result.chosen.job.trainer.name,
-        "mfu_convention": flop_convention(name),
+        "mfu_convention": flop_convention(result.workload),
         "mfu": trainer_mfu(result.chosen, name),
         "mfu_causal": result.chosen.mfu,
         "mfu_whole_scores": mfu_with_masked_scores(result.chosen),

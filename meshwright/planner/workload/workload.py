@@ -12,6 +12,7 @@ from meshwright.base.models.architecture import Architecture
 from meshwright.base.models.registry import block_costs
 from meshwright.base.models.traced_model import TracedModel
 from meshwright.planner.workload.expert_loads import rank_imbalance
+from meshwright.planner.workload.optimizer_bytes import TrainedShares, trained_shares
 from meshwright.planner.workload.trainer_profile import TrainerProfile
 
 SEARCHED_KEYS = (
@@ -87,6 +88,11 @@ class Workload:
         if self.trainer is not None or self.base_config is None or isinstance(self.model, TracedModel):
             return None
         return block_costs(self.base_config)
+
+    @cached_property
+    def trained(self) -> TrainedShares:
+        """Which part of the model is trained."""
+        return trained_shares(self.base_config, self.model)
 
     def on(self, cluster: Cluster) -> Workload:
         """Returns this workload with the precision that it has on the devices of a cluster, with notes about rates of

@@ -28,6 +28,8 @@ QUICK = [
     "replicate=2 tensor=2 pipeline=2 schedule=zero-bubble",
     "replicate=2 degree=2 shard=parameters context=2",
     "replicate=2 shard=parameters pipeline=2 expert=2 experts=4 experts_shared=1",
+    "replicate=2 shard=parameters tensor=2 lora=4",
+    "tensor=2 pipeline=2 schedule=zbv lora=4",
     "context=2 pipeline=2 tensor=2",
 ]
 OTHER_OPTIMIZERS = ["shard=parameters replicate=2 optimizer=lion", "shard=optimizer replicate=2 optimizer=sgd"]
