@@ -237,7 +237,7 @@ class NodeType:
     """one device's share of the network between nodes"""
 
 
-class Host(NamedTuple):
+class DeviceHost(NamedTuple):
     """What launches the kernels of a device, and its link to host memory."""
 
     cpu: Literal["x86", "grace"]
@@ -247,8 +247,12 @@ class Host(NamedTuple):
 
 # Four fifths of PCIe 3 and 4, and of NVLink-C2C, whose Grace two devices of a GB200 share. PCIe 5 reaches 55 of 64 GB/s
 # on an H200.
-PCIE_3_HOST, PCIE_4_HOST, PCIE_5_HOST = Host("x86", 12.5 * GB), Host("x86", 25 * GB), Host("x86", 50 * GB)
-GRACE, SHARED_GRACE = Host("grace", 360 * GB), Host("grace", 180 * GB)
+PCIE_3_HOST, PCIE_4_HOST, PCIE_5_HOST = (
+    DeviceHost("x86", 12.5 * GB),
+    DeviceHost("x86", 25 * GB),
+    DeviceHost("x86", 50 * GB),
+)
+GRACE, SHARED_GRACE = DeviceHost("grace", 360 * GB), DeviceHost("grace", 180 * GB)
 
 
 def node_type(
@@ -261,7 +265,7 @@ def node_type(
     sustained_fraction: dict[str, float],
     measured_on: str,
     post_ampere: bool,
-    host: Host,
+    host: DeviceHost,
     devices: int,
     intra_node: Link,
     inter_node: Link,
