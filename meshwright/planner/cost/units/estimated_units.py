@@ -55,7 +55,7 @@ class UnitSizes:
             trained,
             trained,
             trained / ranks,
-            first=min(first, trained),
+            first=first if share == 1 else min(first, trained),
             partial=partial if self.job.layout.tensor > 1 else 0.0,
         )
 
