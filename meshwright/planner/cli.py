@@ -237,8 +237,7 @@ def plan_measure(
     json: Json = False,
 ) -> None:
     """Plan measure: measure matmul, memory and collective rates of this machine, for plan --cluster here."""
-    from dataclasses import asdict
-
+    from meshwright.base.hardware.cluster import cluster_json
     from meshwright.base.hardware.resolve_cluster import measurement_file, write_cluster
     from meshwright.planner.display.machine_text import show_machine
 
@@ -248,6 +247,6 @@ def plan_measure(
     cluster, remarks = measure(seconds, ranks)
     write_cluster(cluster, remarks, file)
     if json:
-        emit_json({"file": str(file), "remarks": remarks, **asdict(cluster)})
+        emit_json({"file": str(file), "remarks": remarks, **cluster_json(cluster)})
     else:
         show_machine(cluster, remarks, file)

@@ -20,6 +20,7 @@ CONFIG_KEYS = {
     "implementation": "optimizer.implementation",
     "weights": "precision.weights",
     "window": "model.options.window",
+    "lora": "lora.rank",
 }
 MODEL_KEYS = ("family", "layers", "heads", "kv_heads", "ffn", "experts", "experts_shared", "separator")
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import tomllib
 from dataclasses import replace
+from inspect import signature
 
 import pytest
 from hypothesis import given
@@ -18,6 +19,7 @@ from meshwright.base.hardware.cluster import (
     NETWORK_400G,
     NODE_TYPES,
     NVLINK_5,
+    PCIE_5_HOST,
     TERA,
     BandwidthCurve,
     MatmulRate,
@@ -30,6 +32,8 @@ from meshwright.base.hardware.cluster_file import ClusterSchema, build_cluster, 
 from meshwright.base.hardware.resolve_cluster import machine_file, resolve_cluster
 from meshwright.errors import ConfigError
 from meshwright.planner.calibration.run_prediction import device_preset
+from meshwright.planner.search.plan_result import make_plan
+from meshwright.planner.workload.workload_args import build_workload
 
 CUSTOM = """
 nodes = 4
@@ -116,13 +120,55 @@ def test_cluster_here_is_the_measured_machine(tmp_path, monkeypatch):
         resolve_cluster("here")
 
 
+X900 = ("x900", 300_000, 9000, 1500, peak_rates(3000), 160, sustained(0.6, 0.5), "x900", True, PCIE_5_HOST)
+LINKS_OF_X900 = (16, NVLINK_5, NETWORK_400G)
+
+
 def test_adding_a_gpu_is_one_row_of_the_node_table(write_file, monkeypatch):
-    row = node_type("x900", 300_000, 9000, peak_rates(3000), 160, sustained(0.6, 0.5), 16, NVLINK_5, NETWORK_400G)
+    """As the recipe of CONTRIBUTING.md says: nothing else has to know the device."""
+    row = node_type(*X900, *LINKS_OF_X900)
     monkeypatch.setitem(cluster_module.NODE_TYPES, "x900", row)
+    assert (row.device.power, row.device.host_bandwidth) == (1500, PCIE_5_HOST.bandwidth)
+    plan = make_plan(build_workload("llama-1b"), resolve_cluster("x900"), tokens=1e9)
+    assert plan.cost is not None
+    assert plan.cost.megawatt_hours is not None
+    assert plan.workload.notes == ()
     assert resolve_cluster("x900:16x2").device == row.device
     assert read_cluster(write_file('like = "x900"')).devices_per_node == 16
     assert read_cluster(write_file("devices_per_node = 1\n[device]\nname = 'x900'")).device == row.device
     assert device_preset("NVIDIA X900 300GB") == "x900"
+
+
+def test_a_row_of_the_node_table_that_omits_a_figure_is_an_error():
+    assert all(field.default is field.empty for field in signature(node_type).parameters.values())
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'inter_node'"):
+        node_type(*X900, *LINKS_OF_X900[:-1])
+
+
+def test_rates_that_nobody_measured_are_named():
+    """A rate of another precision, a fraction that no run shows, and one that is another device's."""
+    h100, a100, a800, l40s = (NODE_TYPES[name].device for name in ("h100", "a100-80", "a800", "l40s"))
+    assert [*h100.assumed_rates("bf16"), *h100.assumed_rates("fp8"), *a100.assumed_rates("fp16")] == []
+    assert list(a100.assumed_rates("fp8")) == [
+        "assumed rate: 312 TFLOP/s of fp8 on a100-80, that of another precision",
+        "assumed rate: fp8 matmuls sustain 80% of the peak of a100-80, which no run shows",
+    ]
+    assert list(a800.assumed_rates("bf16")) == [
+        "assumed rate: bf16 matmuls sustain 80% of the peak of a800, as on a100-80"
+    ]
+    assert list(l40s.assumed_rates("fp8")) == [
+        "assumed rate: fp8 matmuls sustain 50% of the peak of l40s, which no run shows"
+    ]
+    measured = replace(l40s, measured_matmuls=(MatmulRate("bf16", 4096, 4096, 4096, 200 * TERA),))
+    assert list(measured.assumed_rates("bf16")) == []
+
+
+def test_assumed_rates_of_a_cluster_file_stay_assumed_when_it_is_written(write_file):
+    cluster = read_cluster(write_file(CUSTOM))
+    assert cluster.device.assumed_peaks == ("fp32", "fp16", "fp64", "fp8", "fp4")
+    assert read_cluster(write_file(cluster_toml(cluster))) == cluster
+    known = read_cluster(write_file("like = 'a100-80'\n[device.peak_tflops]\nfp8 = 624"))
+    assert known.device.assumed_peaks == ("fp4",)
 
 
 def test_cluster_file_inherits_from_like(write_file):

@@ -14,6 +14,7 @@ from meshwright.planner.cost.terms.float8_recipe import FLOAT8_RECIPES
 from meshwright.planner.cost.terms.offload_time import offload_seconds
 from meshwright.planner.search.candidate import Candidate, candidate_job, exact_job
 from meshwright.planner.workload.planned_job import PlannedJob
+from meshwright.planner.workload.workload_args import build_workload, for_trainer
 from tests.kit.small_run import load_cpu_config
 from tests.planner.planned_cases import cost_cache
 
@@ -44,6 +45,22 @@ def test_a_power_limit_lowers_the_rate_less_than_the_power() -> None:
 
 def test_every_known_gpu_has_a_power_and_a_host_link() -> None:
     assert all(node.device.power > 0 and node.device.host_bandwidth > 0 for node in NODE_TYPES.values())
+
+
+def test_a_gpu_without_matrix_units_for_bf16_is_planned_in_fp16() -> None:
+    """A V100: the preset's bf16 is replaced, and one that is asked for is not; the plan says both."""
+    v100, h100 = preset_cluster("v100-32", 8), preset_cluster("h100", 8)
+    assert (v100.device.half_precision, h100.device.half_precision) == ("fp16", "bf16")
+    work = build_workload("llama-1b").on(v100)
+    assert work.base_config is not None
+    assert (work.precision, work.base_config.precision.compute) == ("fp16", "fp16")
+    assert "v100-32 multiplies bf16 at 15.7 TFLOP/s and fp16 at 125: planned in fp16" in work.notes
+    assert work.on(v100).notes == work.notes
+    for given in (build_workload("llama-1b", precision="bf16"), build_workload("llama-1b", ["precision.compute=bf16"])):
+        assert given.on(v100).precision == "bf16"
+        assert given.on(v100).notes[0].endswith("try --precision fp16")
+    assert for_trainer(build_workload("llama-1b"), "megatron").on(v100).precision == "fp16"
+    assert (build_workload("llama-1b").on(h100).precision, build_workload("llama-1b").on(h100).notes) == ("bf16", ())
 
 
 def test_rowwise_casts_cost_more_than_tensorwise_ones() -> None:

@@ -8,7 +8,7 @@ from math import prod
 import pytest
 
 from meshwright.base.config import RunConfig
-from meshwright.base.models.registry import model_spec
+from meshwright.base.models.registry import model_spec, run_spec
 from meshwright.base.topology.optimizer_state import RULES
 from meshwright.base.topology.parameter_shapes import fsdp_shard_dim, padded_numel, shard_shape
 from meshwright.base.topology.unsupported import validate
@@ -49,6 +49,8 @@ FROZEN = (
     """--optimizer.groups=[{pattern = "*.attention.*", frozen = true}, {pattern = "*.norm*.weight", lr_factor = 2}]"""
 )
 CASES |= {("frozen", shard): sharded_config(shard, 1, FROZEN) for shard in ("none", "gradients")}
+LORA = ("--lora.rank=4", "--lora.targets=*.attention.*,down_proj")
+CASES |= {("lora", shard, steps): sharded_config(shard, steps, *LORA) for shard in KINDS for steps in (1, 3)}
 
 
 @pytest.fixture(scope="module")
@@ -98,6 +100,22 @@ def test_wire_bytes_of_zero_stages_are_2_2_2_and_3_times_the_parameters(counted_
             )
             multiples.append(Fraction(wire * RANKS, (RANKS - 1) * parameter_bytes()))
         assert multiples == expected
+
+
+def test_only_low_rank_factors_are_reduced_and_everything_is_gathered(counted_by_case):
+    """DDP reduces the factors; FSDP gathers all parameters before forward and before backward."""
+    spec = run_spec(CASES["lora", "none", 1])
+    sizes = {trained: sum(p.local_numel() * 4 for p in spec.parameters if p.trainable == trained) for trained in (0, 1)}
+    moved = {
+        shard: {row.collective: row.message_bytes for row in counted_by_case["lora", shard, 1][0] if row.axis == axis}
+        for shard, axis in (("none", "replicate"), ("parameters", "shard"))
+    }
+    assert moved["none"] == {"all_reduce": sizes[True]}
+    assert moved["parameters"]["reduce_scatter"] == sizes[True] < sizes[False]
+    assert moved["parameters"]["all_gather"] >= 2 * sizes[False]
+    volume, memory = counted_by_case["lora", "none", 3]
+    assert memory.parameter == sum(sizes.values())
+    assert memory.gradient == sizes[True]
 
 
 def test_state_memory_falls_from_ddp_to_sharded_parameters(counted_by_case):

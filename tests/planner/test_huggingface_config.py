@@ -15,13 +15,15 @@ from hypothesis import strategies as st
 
 from meshwright.base.config import PRESETS
 from meshwright.base.hardware.cluster import preset_cluster
+from meshwright.base.models import registry
 from meshwright.base.models.config_fields import MAX_CONFIG_BYTES
-from meshwright.base.models.registry import model_architecture, model_spec
+from meshwright.base.models.registry import model_architecture, model_spec, write_huggingface_config
 from meshwright.errors import ConfigError
 from meshwright.planner.workload.huggingface_config import FAMILIES, parse_huggingface_config
 from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.planner.workload.resolve_model import resolve_model
 from meshwright.planner.workload.workload_args import build_workload
+from tests.kit.family_models import MODELS
 
 COUNTED = json.loads((Path(__file__).parent / "huggingface_configs.json").read_text())
 """Configs with the parameter count of transformers 5.22 on the meta device; some have made-up sizes."""
@@ -54,6 +56,24 @@ def test_parameter_count_equals_transformers(name):
 @pytest.mark.parametrize("name", MODEL_CARDS)
 def test_parameter_count_equals_the_model_card(name):
     assert COUNTED[name]["parameters"] == MODEL_CARDS[name]
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_the_exported_config_of_every_family_that_trains_is_planned(name):
+    model = MODELS[name]
+    published = parse(write_huggingface_config(model))
+    parameters = sum(parameter.local_numel() for parameter in model_spec(model).parameters)
+    assert published.architecture.parameters == parameters
+    assert model_spec(published.model_config).parameters == model_spec(model).parameters
+
+
+def test_exported_configs_cover_the_registry(tmp_path):
+    assert {model.family for model in MODELS.values()} == set(registry.FAMILIES)
+    (tmp_path / "g2").mkdir()
+    tree = write_huggingface_config(next(model for model in MODELS.values() if model.family == "gemma2"))
+    (tmp_path / "g2" / "config.json").write_text(json.dumps(tree))
+    work = build_workload(str(tmp_path / "g2"))
+    assert (work.model.name, work.base_config.model.family, work.notes[0][:13]) == ("g2", "gemma2", "assumed batch")
 
 
 def test_every_model_family_has_a_counted_config():

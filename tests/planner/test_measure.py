@@ -71,8 +71,9 @@ def test_measurement_reads_back_as_cluster_here_without_torch(measured):
     assert answer["file"] == str(home / "machine.toml")
     assert [path.name for path in home.iterdir()] == ["machine.toml"]
     code = (
-        "import sys, json, dataclasses; from meshwright.base.hardware.resolve_cluster import resolve_cluster\n"
-        "print(json.dumps(dataclasses.asdict(resolve_cluster('here')))); assert 'torch' not in sys.modules"
+        "import sys, json; from meshwright.base.hardware.cluster import cluster_json\n"
+        "from meshwright.base.hardware.resolve_cluster import resolve_cluster\n"
+        "print(json.dumps(cluster_json(resolve_cluster('here')))); assert 'torch' not in sys.modules"
     )
     environment = os.environ | {"MESHWRIGHT_HOME": str(home)}
     process = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True)

@@ -198,6 +198,13 @@ def test_network_is_that_of_the_notes(notes: str, per_device: float) -> None:
         ("PyTorch DDP", "none"),
         ("no sharding", "none"),
         ("FSDP (NO_SHARD)", "none"),
+        ("fsdp (optimizer+grad sharded)", "gradients"),
+        ("optimizer + gradients", "gradients"),
+        ("FSDP, gradients and optimizer states sharded", "gradients"),
+        ("FSDP2, reshard_after_forward=False", "gradients"),
+        ("fsdp (only optimizer state sharded)", "optimizer"),
+        ("FSDP (parameters, gradients and optimizer sharded)", "parameters"),
+        ("Fully Sharded Data Parallel", "parameters"),
     ],
 )
 def test_sharding_is_read_in_several_spellings(text: str, kind: str) -> None:

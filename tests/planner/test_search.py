@@ -255,6 +255,9 @@ def test_ring_attention_is_offered_only_to_families_with_plain_attention():
     assert methods("gemma2") == ["all-to-all"]
 
 
+FROZEN_BLOCKS = '--optimizer.groups=[{pattern="*.blocks.[0-9].*",frozen=true},{pattern="*embedding*",frozen=true}]'
+
+
 @pytest.mark.parametrize(
     ("model", "cluster", "trainer"),
     [
@@ -265,12 +268,14 @@ def test_ring_attention_is_offered_only_to_families_with_plain_attention():
         ("mixtral-8x7b", "h100:8x4", "megatron"),
         ("llama-8b", "h100:8", "torchtitan"),
         ("llama-8b", "l40s:8", "deepspeed"),
+        ("llama-8b --lora.rank=16", "h100:8", "meshwright"),
+        ("llama-8b " + FROZEN_BLOCKS, "h100:8", "meshwright"),
     ],
 )
 def test_lower_bounds_are_at_most_the_estimates(model, cluster, trainer):
-    cache = trainer_cache(
-        model, cluster, trainer, "--batch.global=64" if cluster.endswith("x8") else "--batch.global=16"
-    )
+    model, *options = model.split(" ")
+    batch = "--batch.global=64" if cluster.endswith("x8") else "--batch.global=16"
+    cache = trainer_cache(model, cluster, trainer, batch, *options)
     candidates = [each for each in all_candidates(cache) if not cache.is_unsupported(each)]
     for candidate in Random(7).sample(candidates, 60):
         estimated = cache.estimate(candidate)

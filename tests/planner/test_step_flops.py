@@ -18,13 +18,8 @@ from meshwright.planner.calibration.estimator import estimate
 from meshwright.planner.cost.peak_memory import activation_settings
 from meshwright.planner.cost.step_flops import step_flops
 from meshwright.planner.cost.terms.activations import kind_activations
-from meshwright.planner.cost.terms.layer_time import (
-    expert_matmuls,
-    feed_forward_matmuls,
-    kind_time,
-    layer_shape,
-    mixer_projections,
-)
+from meshwright.planner.cost.terms.layer_matmuls import expert_matmuls, feed_forward_matmuls, mixer_projections
+from meshwright.planner.cost.terms.layer_time import kind_time, layer_shape
 from meshwright.planner.cost.terms.recomputation import SELECTIVE
 from meshwright.planner.workload.huggingface_config import parse_huggingface_config
 from meshwright.planner.workload.planned_job import PlannedJob

@@ -1,18 +1,24 @@
 """Describes devices, links and clusters, and holds the table of known GPUs; torch-free.
 
-To add a GPU, add one row to `NODE_TYPES`: the device, the number of devices in one node, the intra-node link and the
-inter-node link. Cluster names (`h100:8x16`), cluster files (`like = "h100"`), published runs, the planner's suggestions
-and the lookup by torch's device name all read that table. A different network or node size for a known GPU needs no
-code: it is a cluster file.
+To add a GPU, add one row to `NODES`: the device, its host, the number of devices in one node, the intra-node link
+and the inter-node link. Cluster names (`h100:8x16`), cluster files (`like = "h100"`), published runs, the planner's
+suggestions and the lookup by torch's device name all read that table. A different network or node size for a known GPU
+needs no code: it is a cluster file.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Literal
+from collections.abc import Collection, Iterator
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, Literal, NamedTuple
 
 from meshwright.base.config.device_defaults import DeviceType
+from meshwright.base.config.dtypes import PRECISION_BYTES
 from meshwright.base.hardware.power import power_limited_fraction
+from meshwright.errors import ConfigError
+
+ASSUMED_RATE = "assumed rate: "
+"""How a note begins about a rate that no source states."""
 
 
 @dataclass(frozen=True)
@@ -73,6 +79,30 @@ class Device:
     """bytes/s between the device and host memory, in one direction"""
     power: float = 0.0
     """watts of the data sheet; 0 if unknown"""
+    assumed_peaks: tuple[str, ...] = ()
+    """precisions whose rate no source states, so that `peak_flops` has that of another one"""
+    measured_on: str = ""
+    """the device whose runs the sustained fractions are fitted to; empty if they are assumed"""
+
+    @property
+    def half_precision(self) -> str:
+        """The 16-bit precision of its matrix units: GPUs before the A100 multiply bf16 at the rate of float32."""
+        return "fp16" if self.peak_flops["fp16"] > 2 * self.peak_flops["bf16"] else "bf16"
+
+    def assumed_rates(self, precision: str) -> Iterator[str]:
+        """Says which of the rates of matrix products in a precision no source states."""
+        if any(matmul.precision == precision for matmul in self.measured_matmuls):
+            return
+        if precision in self.assumed_peaks:
+            peak = self.peak_flops[precision] / TERA
+            yield f"{ASSUMED_RATE}{peak:.4g} TFLOP/s of {precision} on {self.name}, that of another precision"
+        similar = "bf16" if precision == "fp16" else precision
+        share = self.sustained_fraction.get(precision, self.sustained_fraction["bf16"])
+        rate = f"{ASSUMED_RATE}{precision} matmuls sustain {share:.0%} of the peak of {self.name}"
+        if not self.measured_on or similar not in self.sustained_fraction:
+            yield f"{rate}, which no run shows"
+        elif self.measured_on != self.name:
+            yield f"{rate}, as on {self.measured_on}"
 
     def with_power_limit(self, watts: float) -> Device:
         """Returns this device with clocks that keep another power limit."""
@@ -163,13 +193,31 @@ def peak_rates(
     fp32: float | None = None,
     fp64: float | None = None,
 ) -> dict[str, float]:
-    """Converts TFLOP/s by precision to FLOP/s, and fills in the precisions that are not given.
+    """Converts the TFLOP/s of a data sheet to FLOP/s by precision. fp16 has the rate of bf16.
 
     The trainer leaves TF32 off, so fp32 is the rate of the CUDA cores.
     """
-    rates = {"bf16": bf16, "fp16": bf16, "fp32": fp32 or bf16 / 2, "fp8": fp8 or bf16, "fp4": fp4 or fp8 or bf16}
-    rates["fp64"] = fp64 or rates["fp32"] / 2
-    return {precision: rate * TERA for precision, rate in rates.items()}
+    rates = {"bf16": bf16, "fp16": bf16, "fp8": fp8, "fp4": fp4, "fp32": fp32, "fp64": fp64}
+    return {precision: rate * TERA for precision, rate in rates.items() if rate is not None}
+
+
+def fill_peak_flops(peaks: dict[str, float]) -> dict[str, float]:
+    """Returns a rate for every precision: a missing one gets the rate of the precision that would be used instead."""
+    if "bf16" not in peaks and "fp32" not in peaks:
+        raise ConfigError("device.peak_tflops has neither bf16 nor fp32", "expected at least one of them")
+    filled = dict(peaks)
+    filled.setdefault("bf16", peaks.get("fp32", 0.0))
+    filled.setdefault("fp32", filled["bf16"] / 2)
+    filled.setdefault("fp64", filled["fp32"] / 2)
+    filled.setdefault("fp16", filled["bf16"])
+    filled.setdefault("fp8", filled["bf16"])
+    filled.setdefault("fp4", filled["fp8"])
+    return filled
+
+
+def unstated_precisions(stated: Collection[str]) -> tuple[str, ...]:
+    """The precisions whose rates `fill_peak_flops` takes from another one."""
+    return tuple(precision for precision in PRECISION_BYTES if precision not in stated)
 
 
 def sustained(bf16: float, fp8: float, fp4: float = 0) -> dict[str, float]:
@@ -189,45 +237,53 @@ class NodeType:
     """one device's share of the network between nodes"""
 
 
-BOARD_WATTS = {
-    "a100-40": 400, "a100-80": 400, "a800": 400, "v100-32": 300, "l40s": 350, "rtx4090": 450, "h20": 400, "h100": 700,
-    "h100-500w": 500, "h800": 700, "h200": 700, "gh200": 700, "b200": 1000, "b300": 1100, "gb200": 1200, "gb300": 1400,
-    "mi300x": 750,
-}  # fmt: skip
-"""Watts of one board by the makers' data sheets; of a GB200 and GB300 without the host."""
-HOST_LINKS = {"gh200": 360 * GB, "gb200": 180 * GB, "gb300": 180 * GB} | dict.fromkeys(
-    ("a100-40", "a100-80", "a800", "l40s", "rtx4090"), 25 * GB
-) | {"v100-32": 12.5 * GB}  # fmt: skip
-"""Bytes/s to host memory that copies reach: four fifths of NVLink-C2C (two devices share a Grace of a GB200) and of
-PCIe 3 and 4. PCIe 5 reaches 55 of 64 GB/s on an H200; 50 is the default."""
+class DeviceHost(NamedTuple):
+    """What launches the kernels of a device, and its link to host memory."""
+
+    cpu: Literal["x86", "grace"]
+    bandwidth: float
+    """bytes/s that a copy between the device and host memory reaches in one direction"""
+
+
+# Four fifths of PCIe 3 and 4, and of NVLink-C2C, whose Grace two devices of a GB200 share. PCIe 5 reaches 55 of 64 GB/s
+# on an H200.
+PCIE_3_HOST, PCIE_4_HOST, PCIE_5_HOST = (
+    DeviceHost("x86", 12.5 * GB),
+    DeviceHost("x86", 25 * GB),
+    DeviceHost("x86", 50 * GB),
+)
+GRACE, SHARED_GRACE = DeviceHost("grace", 360 * GB), DeviceHost("grace", 180 * GB)
 
 
 def node_type(
     name: str,
     memory_mib: float,
     memory_gb_per_second: float,
+    watts: float,
     peak_flops: dict[str, float],
     multiprocessors: int,
     sustained_fraction: dict[str, float],
+    measured_on: str,
+    post_ampere: bool,
+    host: DeviceHost,
     devices: int,
     intra_node: Link,
     inter_node: Link,
-    post_ampere: bool = True,
-    host: Literal["x86", "grace"] = "x86",
 ) -> NodeType:
-    """Builds one row of `NODE_TYPES`."""
-    memory, bandwidth = memory_mib * MIB, memory_gb_per_second * GB
+    """Builds one row of `NODE_TYPES`. No field has a default, so that no row omits a figure."""
     device = Device(
         name,
-        memory,
-        bandwidth,
-        peak_flops,
+        memory_mib * MIB,
+        memory_gb_per_second * GB,
+        fill_peak_flops(peak_flops),
         multiprocessors,
         sustained_fraction,
         post_ampere,
-        host=host,
-        host_bandwidth=HOST_LINKS.get(name, 50 * GB),
-        power=BOARD_WATTS.get(name, 0.0),
+        host=host.cpu,
+        host_bandwidth=host.bandwidth,
+        power=watts,
+        assumed_peaks=unstated_precisions(peak_flops),
+        measured_on=measured_on,
     )
     return NodeType(device, devices, intra_node, inter_node)
 
@@ -249,7 +305,7 @@ NVLINK_4, NVLINK_4_EXPORT, NVLINK_5 = (
     Link(900 * GB, 3e-6, all_reduce_bandwidth=845 * GB),
 )
 NVLINK_4_QUAD = Link(450 * GB, 3e-6)
-PCIE_4, PCIE_4_HOST = Link(32 * GB, 10e-6), Link(20 * GB, 15e-6)
+PCIE_4, PCIE_4_THROUGH_HOST = Link(32 * GB, 10e-6), Link(20 * GB, 15e-6)
 INFINITY_FABRIC = Link(448 * GB, 4e-6)
 NETWORK_100G, NETWORK_200G = Link(12.5 * GB, 8e-6), Link(25 * GB, 8e-6)
 NETWORK_400G, NETWORK_800G = Link(50 * GB, 8e-6), Link(100 * GB, 8e-6)
@@ -265,36 +321,50 @@ NETWORK_400G, NETWORK_800G = Link(50 * GB, 8e-6), Link(100 * GB, 8e-6)
 # NVLink of an H100. gh200 is a node of four with 200 Gb/s each. L40S and RTX 4090 communicate over PCIe 4, the latter
 # through host memory. A V100 multiplies fp16 only; bf16 runs on its float32 cores. Bus bandwidth of an all-reduce that
 # NVSwitch reduces: 480 GB/s measured on eight H200s and 845 GB/s on eight B200s, scaled to the link of an H800. The
-# sustained fractions of A800, H800 and GH200 are those of A100 and H100; those of H20, V100, L40S and RTX 4090 are set
-# without a run: power limits bind less, except on an L40S.
-NODE_TYPES: dict[str, NodeType] = {
-    node.device.name: node
-    for node in (
-        # name, memory in MiB, memory bandwidth in GB/s, peak FLOP/s, multiprocessors, sustained fractions of the peak,
-        # devices per node, intra-node link, inter-node link
-        node_type("a100-40", 40960, 1555, A100, 108, {"bf16": 0.8}, 8, NVLINK_3, NETWORK_200G, post_ampere=False),
-        node_type("a100-80", 81920, 2039, A100, 108, {"bf16": 0.8}, 8, NVLINK_3, NETWORK_200G, post_ampere=False),
-        node_type("h100", 81559, 3350, H100, 132, sustained(0.66, 0.6), 8, NVLINK_4, NETWORK_400G),
-        node_type("h100-500w", 97871, 2400, H100, 132, sustained(0.52, 0.5), 8, NVLINK_4, NETWORK_400G),
-        node_type("h200", 143771, 4800, H100, 132, sustained(0.69, 0.66), 8, NVLINK_4, NETWORK_400G),
-        node_type("b200", 183359, 7700, B200, 148, sustained(0.68, 0.55, 0.46), 8, NVLINK_5, NETWORK_400G),
-        node_type("b300", 275040, 7750, B300, 148, sustained(0.7, 0.62, 0.46), 8, NVLINK_5, NETWORK_800G),
-        node_type(
-            "gb200", 189471, 8000, GB200, 148, sustained(0.67, 0.52, 0.45), 72, NVLINK_5, NETWORK_400G, host="grace"
-        ),
-        node_type(
-            "gb300", 284208, 8000, GB300, 148, sustained(0.69, 0.71, 0.41), 72, NVLINK_5, NETWORK_800G, host="grace"
-        ),
-        node_type("a800", 81920, 2039, A100, 108, {"bf16": 0.8}, 8, NVLINK_3_EXPORT, NETWORK_200G, post_ampere=False),
-        node_type("h800", 81559, 3350, H100, 132, sustained(0.66, 0.6), 8, NVLINK_4_EXPORT, NETWORK_400G),
-        node_type("h20", 97871, 4000, H20, 78, sustained(0.85, 0.85), 8, NVLINK_4, NETWORK_400G),
-        node_type("gh200", 97871, 4000, H100, 132, sustained(0.66, 0.6), 4, NVLINK_4_QUAD, NETWORK_200G, host="grace"),
-        node_type("v100-32", 32768, 900, V100, 80, {"bf16": 0.75}, 8, NVLINK_2, NETWORK_100G, post_ampere=False),
-        node_type("l40s", 46068, 864, L40S, 142, sustained(0.6, 0.5), 8, PCIE_4, NETWORK_200G),
-        node_type("rtx4090", 24564, 1008, RTX_4090, 128, sustained(0.8, 0.8), 8, PCIE_4_HOST, NETWORK_100G),
-        node_type("mi300x", 196592, 5300, MI300X, 304, sustained(0.5, 0.45), 8, INFINITY_FABRIC, NETWORK_400G),
-    )
-}
+# sustained fractions of A800, H800 and GH200 are those of A100 and H100; those of H20, V100, L40S, RTX 4090 and MI300X
+# are set without a run: power limits bind less, except on an L40S. A plan says so.
+# fmt: off
+NODES = (
+    # name, memory in MiB, memory bandwidth in GB/s, watts (of a GB200 and GB300 without the host), peak FLOP/s,
+    # multiprocessors, sustained fractions of the peak, the device whose runs they are fitted to, whether it is newer
+    # than an A100, host, devices per node, intra-node link, inter-node link
+    node_type("a100-40", 40960, 1555, 400, A100, 108, {"bf16": 0.8}, "a100-40", False, PCIE_4_HOST,
+              8, NVLINK_3, NETWORK_200G),
+    node_type("a100-80", 81920, 2039, 400, A100, 108, {"bf16": 0.8}, "a100-80", False, PCIE_4_HOST,
+              8, NVLINK_3, NETWORK_200G),
+    node_type("h100", 81559, 3350, 700, H100, 132, sustained(0.66, 0.6), "h100", True, PCIE_5_HOST,
+              8, NVLINK_4, NETWORK_400G),
+    node_type("h100-500w", 97871, 2400, 500, H100, 132, sustained(0.52, 0.5), "h100-500w", True, PCIE_5_HOST,
+              8, NVLINK_4, NETWORK_400G),
+    node_type("h200", 143771, 4800, 700, H100, 132, sustained(0.69, 0.66), "h200", True, PCIE_5_HOST,
+              8, NVLINK_4, NETWORK_400G),
+    node_type("b200", 183359, 7700, 1000, B200, 148, sustained(0.68, 0.55, 0.46), "b200", True, PCIE_5_HOST,
+              8, NVLINK_5, NETWORK_400G),
+    node_type("b300", 275040, 7750, 1100, B300, 148, sustained(0.7, 0.62, 0.46), "b300", True, PCIE_5_HOST,
+              8, NVLINK_5, NETWORK_800G),
+    node_type("gb200", 189471, 8000, 1200, GB200, 148, sustained(0.67, 0.52, 0.45), "gb200", True, SHARED_GRACE,
+              72, NVLINK_5, NETWORK_400G),
+    node_type("gb300", 284208, 8000, 1400, GB300, 148, sustained(0.69, 0.71, 0.41), "gb300", True, SHARED_GRACE,
+              72, NVLINK_5, NETWORK_800G),
+    node_type("a800", 81920, 2039, 400, A100, 108, {"bf16": 0.8}, "a100-80", False, PCIE_4_HOST,
+              8, NVLINK_3_EXPORT, NETWORK_200G),
+    node_type("h800", 81559, 3350, 700, H100, 132, sustained(0.66, 0.6), "h100", True, PCIE_5_HOST,
+              8, NVLINK_4_EXPORT, NETWORK_400G),
+    node_type("h20", 97871, 4000, 400, H20, 78, sustained(0.85, 0.85), "", True, PCIE_5_HOST,
+              8, NVLINK_4, NETWORK_400G),
+    node_type("gh200", 97871, 4000, 700, H100, 132, sustained(0.66, 0.6), "h100", True, GRACE,
+              4, NVLINK_4_QUAD, NETWORK_200G),
+    node_type("v100-32", 32768, 900, 300, V100, 80, {"bf16": 0.75}, "", False, PCIE_3_HOST,
+              8, NVLINK_2, NETWORK_100G),
+    node_type("l40s", 46068, 864, 350, L40S, 142, sustained(0.6, 0.5), "", True, PCIE_4_HOST,
+              8, PCIE_4, NETWORK_200G),
+    node_type("rtx4090", 24564, 1008, 450, RTX_4090, 128, sustained(0.8, 0.8), "", True, PCIE_4_HOST,
+              8, PCIE_4_THROUGH_HOST, NETWORK_100G),
+    node_type("mi300x", 196592, 5300, 750, MI300X, 304, sustained(0.5, 0.45), "", True, PCIE_5_HOST,
+              8, INFINITY_FABRIC, NETWORK_400G),
+)
+# fmt: on
+NODE_TYPES: dict[str, NodeType] = {node.device.name: node for node in NODES}
 """Device name -> node type: the one table of known GPUs."""
 
 
@@ -303,3 +373,11 @@ def preset_cluster(device: str, devices: int | None = None) -> Cluster:
     node = NODE_TYPES[device]
     cluster = Cluster(device, node.device, node.devices, 1, node.intra_node, node.inter_node)
     return cluster if devices is None else cluster.with_devices(devices)
+
+
+def cluster_json(cluster: Cluster) -> dict[str, Any]:
+    """Returns a cluster under the keys of `--json`; which rates are assumed is in the notes of a plan."""
+    tables = asdict(cluster)
+    for key in ("assumed_peaks", "measured_on"):
+        del tables["device"][key]
+    return tables

@@ -51,7 +51,9 @@ from meshwright.base.hardware.cluster import (
     Device,
     Link,
     MatmulRate,
+    fill_peak_flops,
     preset_cluster,
+    unstated_precisions,
 )
 from meshwright.errors import ConfigError
 
@@ -223,6 +225,7 @@ def build_device(schema: DeviceSchema, base: Device | None) -> Device:
         fill_peak_flops(require(peaks or None, "device.peak_tflops", hint)),
         is_cpu=schema.is_cpu,
         measured_matmuls=matmuls,
+        assumed_peaks=unstated_precisions(set(peaks).difference(base.assumed_peaks if base else ()) | set(given_peaks)),
     )
     if schema.power_limit_watts is not None and (base is None or not base.power or matmuls):
         raise ConfigError(
@@ -239,22 +242,9 @@ def build_device(schema: DeviceSchema, base: Device | None) -> Device:
         host=base.host,
         host_bandwidth=base.host_bandwidth,
         power=base.power,
+        measured_on=base.measured_on,
     )
     return device.with_power_limit(schema.power_limit_watts) if schema.power_limit_watts is not None else device
-
-
-def fill_peak_flops(peaks: dict[str, float]) -> dict[str, float]:
-    """Returns a rate for every precision: a missing one gets the rate of the precision that would be used instead."""
-    if "bf16" not in peaks and "fp32" not in peaks:
-        raise ConfigError("device.peak_tflops has neither bf16 nor fp32", "expected at least one of them")
-    filled = dict(peaks)
-    filled.setdefault("bf16", peaks.get("fp32", 0.0))
-    filled.setdefault("fp32", filled["bf16"] / 2)
-    filled.setdefault("fp64", filled["fp32"] / 2)
-    filled.setdefault("fp16", filled["bf16"])
-    filled.setdefault("fp8", filled["bf16"])
-    filled.setdefault("fp4", filled["fp8"])
-    return filled
 
 
 def build_matmul_rate(schema: MatmulSchema, where: str) -> MatmulRate:
@@ -320,7 +310,7 @@ def require(value: Any, where: str, hint: str) -> Any:
 
 
 def cluster_toml(cluster: Cluster, remarks: Sequence[str] = ()) -> str:
-    """Returns the text of a cluster file with every value resolved; `read_cluster` is its inverse."""
+    """Returns the text of a cluster file without defaults; `read_cluster` is its inverse."""
     comments = "".join(f"# {line}\n" for remark in remarks for line in remark.splitlines())
     return comments + tomli_w.dumps(cluster_table(cluster))
 
@@ -343,7 +333,11 @@ def cluster_table(cluster: Cluster) -> dict[str, Any]:
         "memory_bandwidth_gbs": convert_unit(device.memory_bandwidth, 1 / GB),
         **({"is_cpu": True} if device.is_cpu else {}),
         **({"power_limit_watts": device.power} if is_power_limited(device) else {}),
-        "peak_tflops": {precision: convert_unit(rate, 1 / TERA) for precision, rate in device.peak_flops.items()},
+        "peak_tflops": {
+            precision: convert_unit(rate, 1 / TERA)
+            for precision, rate in device.peak_flops.items()
+            if precision not in device.assumed_peaks
+        },
         **({"matmuls": [matmul_table(row) for row in device.measured_matmuls]} if device.measured_matmuls else {}),
     }
     table["intra_node"] = link_table(cluster.intra_node)

@@ -13,8 +13,15 @@ import torch
 import torch.distributed as dist
 
 from meshwright.base.config import LaunchConfig
-from meshwright.base.hardware.cluster import BandwidthCurve, Cluster, Device, Link, MatmulRate
-from meshwright.base.hardware.cluster_file import fill_peak_flops
+from meshwright.base.hardware.cluster import (
+    BandwidthCurve,
+    Cluster,
+    Device,
+    Link,
+    MatmulRate,
+    fill_peak_flops,
+    unstated_precisions,
+)
 from meshwright.base.hardware.processor import processor_name
 from meshwright.core.launch.ranks import run_ranks
 from meshwright.core.parallel.world import World
@@ -124,6 +131,7 @@ def measured_cluster(measurement: MachineMeasurement, ranks: int) -> Cluster:
         fill_peak_flops(peak_flops),
         is_cpu=measurement.is_cpu,
         measured_matmuls=matmuls,
+        assumed_peaks=unstated_precisions(peak_flops),
     )
     link = measured_link(measurement.curves, ranks) if ranks > 1 else Link(device.memory_bandwidth, 0.0)
     return Cluster("here", device, ranks, 1, link, link, round_measurement(measurement.launch_seconds))

@@ -69,10 +69,11 @@ def activation_settings(job: PlannedJob) -> ActivationSettings:
         and isinstance(job.model, Architecture)
         and job.run_config.model.separator is not None,
         autocast=job.trainer.torch_native
-        and not job.trainer.master_bytes
+        and (not job.trainer.master_bytes or job.trained.frozen > 0)
         and job.precision in ("bf16", "fp16")
         and not data_sharding(job).fsdp,
         expert_imbalance=job.expert_imbalance,
+        trained=job.trained,
     )
 
 

@@ -42,8 +42,26 @@ def _(model: Architecture, job: PlannedJob) -> StepFlops:
     if mla is not None and recomputes_latent_projections(job.activation_checkpoint, job.trainer):
         layers = sum(count for kind, count in kinds if kind.has_attention)
         recomputed += 2.0 * tokens * layers * mla.up_projections(model.heads)
+    if job.trained.frozen:
+        matmul_flops -= frozen_gradient_flops(model, job)
     total = matmul_flops + attention_flops
     return StepFlops(total, recomputed, quantized_flops(model, job) if job.is_quantized else total)
+
+
+def frozen_gradient_flops(model: Architecture, job: PlannedJob) -> float:
+    """FLOPs of the weight gradients that frozen matrices do not have, less those of low-rank factors; and of the
+    backward pass of blocks before the first trained parameter.
+    """
+    trained, elements = job.trained, 0.0
+    for kind, count in model.kind_counts.items():
+        mixer, routed = model.mixer_parameters(kind), 0.0
+        if kind.ffn == "moe":
+            routed = model.experts_active * model.expert_parameters + model.width * model.experts
+        ffn = model.active_kind_parameters(kind) - mixer - routed
+        frozen = (1 - trained.mixer) * mixer + (1 - trained.ffn) * ffn + (1 - trained.routed) * routed
+        unreached = (1 - trained.reached) * model.active_kind_parameters(kind)
+        elements += count * (frozen + unreached - 3 * trained.factor_elements())
+    return 2.0 * job.tokens_per_step * (elements + (0 if trained.head else model.vocab * model.width))
 
 
 def quantized_flops(model: Architecture, job: PlannedJob) -> float:

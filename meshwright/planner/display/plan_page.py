@@ -81,7 +81,7 @@ def page_context(result: PlanResult, top: int) -> dict[str, Any]:
         "uncertainty": plan.main_uncertainty,
         "memory_accuracy": f"{memory_accuracy(plan.job):.0%}",
         "memory_risk": describe_risk(plan),
-        "flop_convention": flop_convention(work.trainer_name),
+        "flop_convention": flop_convention(work),
         "cost": describe_cost(result.cost) if result.cost else "",
         "baseline_headings": BASELINE_HEADINGS,
         "baselines": [baseline_row(row, plan) for row in result.baselines],

@@ -126,7 +126,7 @@ def summary(result: PlanResult) -> list[tuple[str, Text]]:
         ("plan", layout.append(f"; {describe_execution(job)}{position}", "default not bold")),
         ("step", Text(f"{format_seconds(plan.seconds)}, {rate}")),
         ("", Text(uncertainty, "dim")),
-        ("trainer", Text(f"{trainer_text(work)}; MFU counts {flop_convention(work.trainer_name)}")),
+        ("trainer", Text(f"{trainer_text(work)}; MFU counts {flop_convention(work)}")),
         *([("cost", Text(describe_cost(result.cost)))] if result.cost else []),
         *(("note", Text(printable(note), "yellow")) for note in (*work.notes, *plan.notes)),
     ]

@@ -8,6 +8,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from meshwright.base.hardware.cluster import ASSUMED_RATE
 from meshwright.base.io import format_number_of, format_percent, printable
 from meshwright.base.terminal.console import make_console
 from meshwright.planner.calibration.published.published_runs import NOT_VALID
@@ -42,6 +43,9 @@ def show_replay(replayed: dict[str, Any], console: Console | None = None) -> Non
     console.print()
     runs, left_out = format_number_of(len(replayed["records"]), "run"), replayed["left_out"]
     console.print(f"[dim]{runs} predicted, {len(left_out)} excluded (--json gives the reasons)[/]")
+    derived = dict.fromkeys(text for record in replayed["records"] for text in record["derived"])
+    for rate in (text for text in derived if text.startswith(ASSUMED_RATE)):
+        console.print(Text(printable(rate)), style="yellow")
     not_valid = {name: reason for name, reason in left_out.items() if reason.startswith(NOT_VALID)}
     for name, reason in [*not_valid.items()][:MAX_REASONS]:
         console.print(Text(printable(f"{name[:MAX_SOURCE_LENGTH]}: {reason}")), style="dim")

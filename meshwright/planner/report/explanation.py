@@ -79,13 +79,14 @@ def problem(
     limit = f"a device has {format_bytes(capacity)}" if capacity else "the memory of the device is not known"
     if run_plan.estimate is not None:
         job = run_plan.estimate.job
+        trained, frozen = (job.model.parameters * share for share in (job.trained.parameters, job.trained.frozen))
         sizes = {
-            "parameters": job.trainer.parameter_bytes,
-            "gradients": job.trainer.gradient_bytes,
-            "optimizer state": job.optimizer_bytes,
+            "parameters": trained * job.trainer.parameter_bytes + frozen * max(4.0, job.trainer.parameter_bytes),
+            "gradients": trained * job.trainer.gradient_bytes,
+            "optimizer state": trained * job.optimizer_bytes,
         }
-        parts = ", ".join(f"{name} {format_bytes(size * job.model.parameters)}" for name, size in sizes.items())
-        total = format_bytes(sum(sizes.values()) * job.model.parameters)
+        parts = ", ".join(f"{name} {format_bytes(size)}" for name, size in sizes.items())
+        total = format_bytes(sum(sizes.values()))
         yield f"Without sharding, the model state is {total} ({parts}); {limit}."
     elif capacity:
         yield f"{limit[0].upper()}{limit[1:]}."

@@ -118,6 +118,7 @@ def candidate_job(
         profile,
         expert_imbalance=work.imbalance(candidate.layout.expert),
         block_costs=work.block_costs if candidate.layout.pipeline > 1 else None,
+        trained=work.trained,
     )
 
 

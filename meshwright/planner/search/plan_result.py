@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from meshwright.base.config import RunConfig, config_to_toml
-from meshwright.base.hardware.cluster import Cluster
+from meshwright.base.hardware.cluster import Cluster, cluster_json
 from meshwright.base.models.architecture import Architecture
 from meshwright.base.models.traced_model import TracedModel
 from meshwright.errors import ConfigError
@@ -134,7 +134,7 @@ def plan_json(result: PlanResult, top: int) -> dict[str, Any]:
     work, cluster = result.workload, result.cluster
     return {
         "model": model_json(work.model),
-        "cluster": json.loads(json.dumps(dataclasses.asdict(cluster))) | {"devices": cluster.device_count},
+        "cluster": json.loads(json.dumps(cluster_json(cluster))) | {"devices": cluster.device_count},
         "trainable": work.base_config is not None,
         "pinned": dict(work.pinned),
         "notes": list(work.notes),
@@ -190,7 +190,7 @@ def trainer_json(result: PlanResult) -> dict[str, Any]:
     return {
         "name": name,
         "profile": result.chosen.job.trainer.name,
-        "mfu_convention": flop_convention(name),
+        "mfu_convention": flop_convention(result.workload),
         "mfu": trainer_mfu(result.chosen, name),
         "mfu_causal": result.chosen.mfu,
         "mfu_whole_scores": mfu_with_masked_scores(result.chosen),

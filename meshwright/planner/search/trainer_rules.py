@@ -167,9 +167,10 @@ def trainer_mfu(plan: Estimate, name: str) -> float:
     return mfu * plan.hardware_flops / plan.model_flops if rules.counts_recomputation else mfu
 
 
-def flop_convention(name: str) -> str:
+def flop_convention(work: Workload) -> str:
     """Says which FLOP the MFU of a trainer counts."""
-    rules = trainer_rules(name)
+    rules = trainer_rules(work.trainer_name)
     scores = "the whole score matrix" if rules.counts_masked_scores else "the causal half of the score matrix"
     recomputed = ", and recomputation" if rules.counts_recomputation else ""
-    return f"6 FLOP per active parameter and token, {scores}{recomputed}"
+    frozen = ", 4 per frozen one" if work.trained.frozen else ""
+    return f"6 FLOP per active parameter and token{frozen}, {scores}{recomputed}"

@@ -1,7 +1,8 @@
 """Reads the `config.json` of Hugging Face model families as an `Architecture`; torch-free.
 
 The file is untrusted: it is JSON of bounded size, and every number in it has a range. Parameter counts equal those of
-the models' own code, which tests check. To add a model family, add one function and one row to `FAMILIES`.
+the models' own code, which tests check. A family that Meshwright trains needs no function here: its own reader gives
+the architecture. To plan another one, add one function and one row to `FAMILIES`.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 
 from meshwright.base.config import ModelConfig
 from meshwright.base.config.reader import format_value
+from meshwright.base.models import registry
 from meshwright.base.models.architecture import Architecture, LatentAttention
 from meshwright.base.models.config_fields import (
     REQUIRED,
@@ -26,7 +28,6 @@ from meshwright.base.models.config_fields import (
     Width,
     read_config_file,
 )
-from meshwright.base.models.registry import read_huggingface_model
 from meshwright.errors import ConfigError
 from meshwright.planner.workload.decoder_config import (
     decoder,
@@ -61,13 +62,18 @@ def parse_huggingface_config(tree: Any, file: str, name: str = "") -> HuggingFac
     fields = ConfigFields.of(tree, file)
     family = fields.text("model_type", REQUIRED)
     if family not in FAMILIES:
-        known = ", ".join(FAMILIES)
-        raise ConfigError(f"{file}: model_type = {format_value(family)} is unknown", f"expected one of {known}")
+        if family not in registry.FAMILIES:
+            known = ", ".join(dict.fromkeys((*FAMILIES, *registry.FAMILIES)))
+            raise ConfigError(f"{file}: model_type = {format_value(family)} is unknown", f"expected one of {known}")
+        model_config = registry.read_huggingface_model(fields)
+        return HuggingFaceConfig(registry.model_architecture(model_config, name or family), model_config)
     architecture = replace(FAMILIES[family](fields), name=name or family)
     validate(architecture, file)
     ignored = [f"ignored: {feature}" for feature in ignored_features(fields)]
     try:
-        return HuggingFaceConfig(architecture, read_huggingface_model(ConfigFields.of(tree, file)), tuple(ignored))
+        return HuggingFaceConfig(
+            architecture, registry.read_huggingface_model(ConfigFields.of(tree, file)), tuple(ignored)
+        )
     except ConfigError as error:
         return HuggingFaceConfig(architecture, None, (f"Meshwright cannot train it: {error.message}", *ignored))
 

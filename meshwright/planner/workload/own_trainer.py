@@ -8,12 +8,17 @@ from typing import Any
 from meshwright.base.config import RunConfig
 from meshwright.base.topology.layout import Layout
 from meshwright.base.topology.parameter_shards import uses_ddp, uses_fsdp
+from meshwright.planner.workload.optimizer_bytes import trained_shares
 from meshwright.planner.workload.trainer_profile import TrainerProfile
 from meshwright.planner.workload.trainer_profiles import FUSED_LOSS, MESHWRIGHT, MESHWRIGHT_COMPILED
 
 BF16_RESIDUAL_TRAFFIC, FP32_RESIDUAL_TRAFFIC = 8, 19
 """`residual_traffic_bytes` of compiled blocks with bf16 weights, by the dtype of the residual stream. One in
 float32 took 4.4 ms more per step of a Llama of 1.2B parameters on one H200, in turns with bf16 (docs/speed.md)."""
+
+FROZEN_RECAST_TRAFFIC = 2
+"""`recast_traffic_bytes` of frozen weights beside bf16 ones: they are float32, and forward alone casts them. Forward
+and backward together count the field three times."""
 
 
 def own_trainer(config: RunConfig, layout: Layout, micro_steps: int) -> TrainerProfile:
@@ -22,7 +27,9 @@ def own_trainer(config: RunConfig, layout: Layout, micro_steps: int) -> TrainerP
     if config.precision.weights == "bf16":
         # Gradients have the dtype of the weights unless they are summed over micro-batches, or over ranks by FSDP2.
         gradient_bytes = 4 if uses_fsdp(layout) or micro_steps > 1 else 2
-        fields |= {"parameter_bytes": 2, "master_bytes": 4, "gradient_bytes": gradient_bytes, "recast_traffic_bytes": 0}
+        recast = 0.0 if uses_fsdp(layout) else FROZEN_RECAST_TRAFFIC * (1 - trained_shares(config, None).block)
+        fields |= {"parameter_bytes": 2, "master_bytes": 4, "gradient_bytes": gradient_bytes}
+        fields |= {"recast_traffic_bytes": recast}
     if config.precision.residual == "bf16":
         fields |= {"residual_bytes": 0, "stage_output_bytes": 2}
         if config.compile.enabled:

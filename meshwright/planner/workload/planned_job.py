@@ -13,7 +13,7 @@ from meshwright.base.models.registry import block_costs, model_architecture
 from meshwright.base.models.traced_model import TracedModel
 from meshwright.base.topology.layout import Layout, stages_per_rank
 from meshwright.base.topology.schedules import find_schedule
-from meshwright.planner.workload.optimizer_bytes import optimizer_bytes
+from meshwright.planner.workload.optimizer_bytes import ALL_TRAINED, TrainedShares, optimizer_bytes, trained_shares
 from meshwright.planner.workload.own_trainer import own_trainer
 from meshwright.planner.workload.trainer_profile import TrainerProfile
 from meshwright.planner.workload.trainer_profiles import MESHWRIGHT
@@ -60,6 +60,8 @@ class PlannedJob:
     """load of the busiest expert-parallel rank as a multiple of the mean; 1 for a balanced load"""
     block_costs: tuple[float, ...] | None = None
     """FLOPs of every block, by which pipeline stages are balanced; None: layers are divided evenly"""
+    trained: TrainedShares = ALL_TRAINED
+    """which part of the model is trained"""
 
     def __post_init__(self) -> None:
         find_schedule(self.schedule)  # raises ConfigError if the schedule is unknown
@@ -100,11 +102,12 @@ class PlannedJob:
             own_trainer(config, layout, batch.accumulation),
             config,
             block_costs=block_costs(config) if traced is None and layout.pipeline > 1 else None,
+            trained=trained_shares(config, traced),
         )
 
     @cached_property
     def optimizer_bytes(self) -> float:
-        """Mean bytes of optimizer state per parameter, in float32."""
+        """Mean bytes of optimizer state per trained parameter, in float32."""
         return optimizer_bytes(self.trainer, self.run_config, self.model)
 
     @property

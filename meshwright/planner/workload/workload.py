@@ -12,6 +12,7 @@ from meshwright.base.models.architecture import Architecture
 from meshwright.base.models.registry import block_costs
 from meshwright.base.models.traced_model import TracedModel
 from meshwright.planner.workload.expert_loads import rank_imbalance
+from meshwright.planner.workload.optimizer_bytes import TrainedShares, trained_shares
 from meshwright.planner.workload.trainer_profile import TrainerProfile
 
 SEARCHED_KEYS = (
@@ -69,6 +70,8 @@ class Workload:
     """load of the busiest expert-parallel rank as a multiple of the mean; 1 for a balanced load"""
     expert_loads: tuple[tuple[float, ...], ...] = ()
     """measured tokens of each expert, a row per block; they replace `expert_imbalance`"""
+    precision_is_default: bool = False
+    """whether the precision is that of a preset, which a device without its matrix units replaces"""
 
     def imbalance(self, expert_ranks: int) -> float:
         """The load of the busiest of so many expert-parallel ranks as a multiple of the mean."""
@@ -86,17 +89,36 @@ class Workload:
             return None
         return block_costs(self.base_config)
 
+    @cached_property
+    def trained(self) -> TrainedShares:
+        """Which part of the model is trained."""
+        return trained_shares(self.base_config, self.model)
+
     def on(self, cluster: Cluster) -> Workload:
-        """Returns this workload with the precision that it has on the devices of a cluster, and with those settings of
-        its config that the search chooses there unset: on a GPU, whether blocks are compiled.
+        """Returns this workload with the precision that it has on the devices of a cluster, with notes about rates of
+        the device that are assumed, and with those settings of its config that the search chooses there unset: on a
+        GPU, whether blocks are compiled.
         """
-        config, precision = self.base_config, self.precision
+        config, precision, device = self.base_config, self.precision, cluster.device
+        notes: list[str] = []
+        half = device.half_precision
         if precision == "auto":
-            precision = "fp32" if cluster.device.is_cpu else "bf16"
+            precision = "fp32" if device.is_cpu else half
+        elif precision == "bf16" and self.precision_is_default:
+            precision = half
+        if config is not None and precision == "fp16":  # the trainer's own default is bf16
+            config = replace(config, precision=replace(config.precision, compute="fp16"))
+        if half == "fp16" and precision in ("fp16", "bf16"):
+            bf16, fp16 = (f"{device.peak_flops[name] / 1e12:.4g}" for name in ("bf16", "fp16"))
+            planned = "planned in fp16" if precision == half else "try --precision fp16"
+            notes.append(f"{device.name} multiplies bf16 at {bf16} TFLOP/s and fp16 at {fp16}: {planned}")
+        for name in dict.fromkeys((precision, "bf16" if precision in ("fp8", "fp4") else precision)):
+            notes += device.assumed_rates(name)
         if config is not None:
-            pin = self.pinned.get("compile.enabled", config.compile.enabled if cluster.device.is_cpu else None)
+            pin = self.pinned.get("compile.enabled", config.compile.enabled if device.is_cpu else None)
             config = replace(config, compile=replace(config.compile, enabled=None if pin is None else bool(pin)))
-        return replace(self, precision=precision, base_config=config)
+        notes = [note for note in notes if note not in self.notes]  # of a workload that was on this cluster already
+        return replace(self, precision=precision, base_config=config, notes=(*self.notes, *notes))
 
     def with_size(self, global_batch: int | None = None, sequence: int | None = None) -> Workload:
         """Returns the same workload, and the same base config, with another batch or sequence length."""

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 from meshwright.base.config import RunConfig, config_from_dict, config_to_dict, load_config
 from meshwright.base.config.dtypes import COMPUTE_BYTES, PRECISIONS
+from meshwright.base.config.reader import read_toml
 from meshwright.base.models.registry import model_architecture
 from meshwright.base.models.traced_model import TracedModel
 from meshwright.errors import ConfigError
@@ -48,15 +50,13 @@ def build_workload(
         assumed = assumed_size(batch, sequence)
         batch, sequence = default_size(batch, sequence)
         if resolved.model_config is not None:
-            config = config_from_dict(
-                {"model": config_to_dict(resolved.model_config), "precision": {"compute": "bf16"}}
-            )
+            config = config_from_dict({"model": config_to_dict(resolved.model_config)})
     if precision is not None and precision not in PRECISIONS:
         raise ConfigError(f"--precision {precision} is unknown", f"expected one of {', '.join(PRECISIONS)}")
     if config is None:
         global_batch, tokens = default_size(batch, sequence)
         pins, notes = parse_pins(pinned), [*notes, *assumed]
-        return Workload(resolved.architecture, global_batch, tokens, precision or "bf16", None, pins, tuple(notes))
+        return Workload(resolved.architecture, global_batch, tokens, precision or "auto", None, pins, tuple(notes))
     tree: dict[str, Any] = config_to_dict(config)
     tree["batch"] |= {"micro": None, **({"global": batch} if batch is not None else {})}
     tree["data"] |= {"sequence": sequence} if sequence is not None else {}
@@ -74,7 +74,15 @@ def build_workload(
         config if trainable else None,
         parse_pins(pinned),
         (*notes, *assumed),
+        precision_is_default=precision is None and not states_precision(model, settings),
     )
+
+
+def states_precision(model: str, settings: Sequence[str]) -> bool:
+    """Whether the options or the run file set a precision, and not only the preset."""
+    if any(option.removeprefix("--").startswith("precision.") for option in settings):
+        return True
+    return model.endswith(".toml") and "precision" in read_toml(Path(model))
 
 
 def workload_from_config(

@@ -31,6 +31,7 @@ QUICK = [
     "context=2 pipeline=2 tensor=2",
 ]
 OTHER_OPTIMIZERS = ["shard=parameters replicate=2 optimizer=lion", "shard=optimizer replicate=2 optimizer=sgd"]
+LOW_RANK = ["replicate=2 shard=parameters tensor=2 lora=4", "tensor=2 pipeline=2 schedule=zbv lora=4"]
 
 
 def scaled_down(row: str) -> RunConfig:
@@ -93,7 +94,7 @@ def test_quick_rows_are_hybrid_layouts():
     assert set(QUICK) <= set(HYBRIDS)
 
 
-@pytest.mark.parametrize("row", [*QUICK, *OTHER_OPTIMIZERS])
+@pytest.mark.parametrize("row", [*QUICK, *OTHER_OPTIMIZERS, *LOW_RANK])
 def test_simulated_volume_and_state_memory_equal_the_formulas(row):
     config = scaled_down(row)
     assert differences(config, validate(config)[0].ranks - 1) == []

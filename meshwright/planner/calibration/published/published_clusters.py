@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from dataclasses import replace
+from typing import Any, NamedTuple
 
 from meshwright.base.config.reader import shorten
 from meshwright.base.hardware.cluster import GB, NODE_TYPES, Cluster, preset_cluster
 from meshwright.errors import ConfigError
-from meshwright.planner.calibration.published.published_records import parse_measurement
+from meshwright.planner.calibration.published.published_records import parse_count, parse_measurement
 
 DEVICES: dict[str, dict[int, str]] = {
     "a100": {0: "a100-80", 40: "a100-40", 80: "a100-80"},
@@ -45,20 +47,53 @@ device, not of a node."""
 SOURCE_NETWORKS: tuple[tuple[str, float], ...] = (("bigscience", 400),)
 """A word in the text of a run that states no network -> Gb/s of a node, which other records of the source state."""
 
+MAX_NODE_DEVICES = 16
+"""The most devices of one node: an NVLink domain with more of them spans nodes."""
+TRAY_DEVICES = 4
+"""Devices in a node of a rack: a compute tray of an NVL72 has two hosts with two devices each."""
 
-def parse_cluster(gpu: str, devices: int, text: str) -> Cluster:
+
+class ParsedCluster(NamedTuple):
+    """The devices of a run."""
+
+    cluster: Cluster
+    node_devices: int
+    """devices of a node, of which an NVLink domain may have several"""
+    derived: tuple[str, ...] = ()
+    """what the run does not state"""
+
+
+def parse_cluster(row: Mapping[str, Any], devices: int, text: str) -> ParsedCluster:
     """Returns the cluster of a run; `text` may state its network."""
-    name = parse_device(gpu)
-    cluster = preset_cluster(name, devices)
+    name = parse_device(row["gpu"])
+    node = NODE_TYPES[name]
+    cluster, per_node, derived = preset_cluster(name, devices), node.devices, ""
+    rack = node.devices > MAX_NODE_DEVICES
+    if row.get("gpus_per_node") is not None:
+        per_node = parse_count(row, "gpus_per_node", maximum=node.devices if rack else MAX_NODE_DEVICES)
+        if devices > per_node and devices % per_node:
+            raise ConfigError(f"gpus = {devices} is not a multiple of gpus_per_node = {per_node}")
+        if not rack:  # NVLink ends at the node
+            in_node = min(per_node, devices)
+            cluster = replace(cluster, devices_per_node=in_node, nodes=devices // in_node)
+    elif rack:
+        per_node, derived = TRAY_DEVICES, f"nodes of {TRAY_DEVICES} devices, which the run does not state"
+    gigabits, per_device = stated_network(text)
+    if not gigabits:
+        return ParsedCluster(cluster, per_node)
+    sharing = 1 if per_device else per_node
+    return ParsedCluster(
+        with_network(cluster, gigabits, sharing), per_node, (derived,) if derived and sharing > 1 else ()
+    )
+
+
+def stated_network(text: str) -> tuple[float, bool]:
+    """Returns the Gb/s that a text states, 0 if it states none, and whether they are those of a device."""
     for pattern, per_device in NETWORKS:
         if match := re.search(pattern, text):
             stated = float(match["size"]) * float(match.groupdict().get("count") or 1)
-            gigabits = parse_measurement({"network in Gb/s": stated}, "network in Gb/s")
-            return with_network(cluster, gigabits, 1 if per_device else NODE_TYPES[name].devices)
-    for word, gigabits in SOURCE_NETWORKS:
-        if word in text:
-            return with_network(cluster, gigabits, NODE_TYPES[name].devices)
-    return cluster
+            return parse_measurement({"network in Gb/s": stated}, "network in Gb/s"), per_device
+    return next((gigabits for word, gigabits in SOURCE_NETWORKS if word in text), 0.0), False
 
 
 def with_network(cluster: Cluster, gigabits: float, devices: int) -> Cluster:

@@ -14,13 +14,18 @@ from meshwright.errors import ConfigError
 from meshwright.planner.calibration.published.published_records import parse_count
 
 SHARDING: tuple[tuple[str, str], ...] = (
-    (r"zero(?:dp|stage)?3|fullshard|hybridshard|hsdp|^parameters", "parameters"),
-    (r"zero(?:dp|stage)?2|shardgradop|^gradients", "gradients"),
-    (r"zero(?:dp|stage)?1|dist(?:ributed)?opt|zeroredundancy|^optimizer", "optimizer"),
+    (r"zero(?:dp|stage)?3|^parameters", "parameters"),
+    (r"zero(?:dp|stage)?2|shardgradop", "gradients"),
+    (r"zero(?:dp|stage)?1|dist(?:ributed)?opt|zeroredundancy", "optimizer"),
     (r"zero(?:dp|stage)?0|^none|^no$|not?shard|ddp$|^replicate", "none"),
-    (r"fsdp", "parameters"),
+    (r"(?:no|not|without)reshard|reshard(?:afterforward)?(?:false|off|0)", "gradients"),
+    (r"^(?:(?!param|weight).)*(?:optim\w*grad|grad\w*optim)(?:(?!param|weight).)*$", "gradients"),
+    (r"^gradients", "gradients"),
+    (r"^optimizer|^(?:(?!param|weight|grad).)*optim\w*shard", "optimizer"),
+    (r"fully?shard|hybridshard|hsdp|fsdp", "parameters"),
 )
-"""A pattern in the letters and digits of a run's name of its sharding -> what is sharded; the first match counts."""
+"""A pattern in the letters and digits of a run's name of its sharding -> what is sharded; the first match counts: a
+stage of ZeRO, then what is listed. FSDP shards parameters unless another one is said."""
 PRECISIONS: tuple[tuple[str, str], ...] = (
     (r"fp4|float4|e2m1", "fp4"),
     (r"fp8|float8|e4m3", "fp8"),

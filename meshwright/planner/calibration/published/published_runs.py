@@ -126,7 +126,7 @@ def parse_run(row: dict[str, Any], name: str, budget: PassBudget | None = None) 
     source, notes, stated = row["source"], str(row.get("notes") or ""), row["layout"]
     devices = parse_count(row, "gpus", maximum=1 << 24)
     model = parse_model(row["model"])
-    cluster = parse_cluster(row["gpu"], devices, f"{source} {notes}")
+    cluster, node_devices, derived_network = parse_cluster(row, devices, f"{source} {notes}")
     precision, sharding = parse_precision(row.get("precision")), parse_sharding(stated)
     on_grace = cluster.device.host == "grace"
     software = run_software(row, precision, sharding.kind in ("parameters", "gradients"), on_grace)
@@ -138,7 +138,7 @@ def parse_run(row: dict[str, Any], name: str, budget: PassBudget | None = None) 
     validate_degrees(degrees, model.sizes, sequence)
     unstated = set() if sharding.kind else {"sharding"}
     kind = sharding.kind or trainer.default_sharding
-    fsdp_degree, assumed_degree = parse_fsdp_degree(stated, sharding, degrees, cluster.devices_per_node)
+    fsdp_degree, assumed_degree = parse_fsdp_degree(stated, sharding, degrees, node_devices)
     schedule = parse_schedule(stated, software, degrees.pipeline, model.sizes.layers)
     if schedule.stages is None:
         unstated.add("stages")
@@ -170,7 +170,12 @@ def parse_run(row: dict[str, Any], name: str, budget: PassBudget | None = None) 
     memory, memory_kind = parse_memory(row["reported"], notes)
     read_as = (*software.assumptions, *sharding.assumptions, *assumed_degree, *schedule.assumptions)
     default_precision = f"{UNSTATED_PRECISION}, which the run does not state" if row.get("precision") is None else ""
-    defaults = (*model.defaults, *([default_precision] if default_precision else ()))
+    defaults = (
+        *model.defaults,
+        *([default_precision] if default_precision else ()),
+        *derived_network,
+        *cluster.device.assumed_rates(precision),
+    )
     return PublishedRun(
         name,
         source,

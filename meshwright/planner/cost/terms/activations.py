@@ -53,7 +53,9 @@ from meshwright.planner.cost.terms.module_activations import (
     ffn_activations,
     norm_activations,
     scan_activations,
+    with_factors,
 )
+from meshwright.planner.workload.optimizer_bytes import ALL_TRAINED, TrainedShares
 from meshwright.planner.workload.trainer_profile import TrainerProfile
 
 ACTIVATION_BYTES = {**COMPUTE_BYTES, "fp8": 2, "fp4": 2}
@@ -80,6 +82,8 @@ class ActivationSettings:
     """weights are cast when they are used, and the copies are kept"""
     expert_imbalance: float = 1.0
     """load of the busiest expert-parallel rank as a multiple of the mean"""
+    trained: TrainedShares = ALL_TRAINED
+    """which part of the model is trained: a frozen weight needs neither its input nor a gradient"""
 
     @property
     def tokens(self) -> float:
@@ -111,6 +115,11 @@ class ActivationSettings:
         """Bytes per element of the input of a matmul that is saved for backward."""
         return 1.0 if self.trainer.saves_quantized_inputs else self.compute_bytes
 
+    @property
+    def cast_share(self) -> float:
+        """The share of the weights of blocks that autocast copies: frozen ones are float32, whatever the others are."""
+        return 1 - self.trained.block if self.trainer.master_bytes else 1.0
+
     def residual_stream(self, width: int) -> float:
         """Bytes of the residual stream of one micro-batch."""
         return self.residual_tokens * width * self.residual_bytes
@@ -132,7 +141,7 @@ class BlockActivations:
     """in addition to `saved`, between the two parts of a split backward pass: gradients of matmul outputs; less than
     nothing if what forward saved for the first part is freed after it"""
     autocast_weights: float
-    """copies of the block's weights that autocast makes, and keeps to the end of forward"""
+    """copies of the block's weights that autocast makes, and keeps to the end of forward: those of trained weights"""
 
 
 @singledispatch
@@ -193,23 +202,26 @@ def _(model: Architecture, settings: ActivationSettings, moe: bool) -> BlockActi
 
 def kind_activations(model: Architecture, settings: ActivationSettings, kind: BlockKind) -> BlockActivations:
     """Bytes of one block of a kind for one micro-batch."""
-    moe, no_module = kind.ffn == "moe", ModuleActivations(0.0, 0.0, 0.0)
+    moe, trained, no_module = kind.ffn == "moe", settings.trained, ModuleActivations(0.0, 0.0, 0.0)
     attention = attention_activations(model, settings, kind) if kind.has_attention else no_module
     attention = scan_activations(model, settings, kind) if kind.has_scan else attention
     ffn = ffn_activations(model, settings, moe) if kind.ffn != "none" else no_module
     residual = settings.residual_stream(model.width)
-    norms = kind.sublayers * norm_activations(model, settings)
+    norm = norm_activations(model, settings, trained.norms)
+    norms = kind.sublayers * norm
     if model.post_norms:  # the inputs of these norms are saved for them alone
-        norms += kind.sublayers * (norm_activations(model, settings) + residual)
+        norms += kind.sublayers * (norm + residual)
     masks = kind.sublayers * settings.residual_tokens * model.width if settings.trainer.dropout_masks else 0
     cast = autocast_weights(model, settings, kind)
+    if trained.factors:
+        attention = with_factors(attention, settings)
     total = kind.sublayers * residual + norms + masks + attention.saved + ffn.saved + cast
     # Backward runs the feed-forward first, and frees its activations before it runs attention.
     gradients = residual + max(ffn.backward_peak, attention.backward_peak - ffn.saved, 0)
     input_gradients = residual + max(ffn.backward_peak, attention.backward_peak + ffn.output_gradients)
     matmul_outputs = attention.matmul_outputs + ffn.matmul_outputs
     if settings.activation_checkpoint == "none":
-        saved, in_forward, recomputed = total, ffn.forward_peak, 0.0
+        saved, in_forward, recomputed = total - trained.leading * residual, ffn.forward_peak, 0.0
     elif settings.activation_checkpoint == "full":
         saved, in_forward, recomputed = residual / settings.segment, total, settings.segment * total - residual
     else:
@@ -222,10 +234,15 @@ def kind_activations(model: Architecture, settings: ActivationSettings, kind: Bl
         }
         saved, in_forward = saved_by_policy[settings.trainer.selective_policy], ffn.forward_peak
         recomputed = total - saved
-    output_gradients = attention.output_gradients + ffn.output_gradients
+    output_gradients = trained.mixer_inputs * attention.output_gradients + trained.ffn_inputs * ffn.output_gradients
     if settings.trainer.defers_matmuls_only:
         kept = attention.matmul_inputs + ffn.matmul_inputs
         deferred = kept + output_gradients * settings.input_bytes / settings.compute_bytes - saved
     else:
-        deferred = output_gradients + 2 * residual + total - saved
-    return BlockActivations(saved, in_forward, recomputed + gradients, recomputed + input_gradients, deferred, cast)
+        deferred = output_gradients + 2 * trained.norms * residual + total - saved
+    # Autocast keeps copies of trained weights to the end of forward, and no copies of frozen ones.
+    kept = 0.0 if settings.trainer.master_bytes else trained.block * cast
+    reached = trained.reached
+    return BlockActivations(
+        reached * saved, in_forward, recomputed + gradients, recomputed + input_gradients, reached * deferred, kept
+    )

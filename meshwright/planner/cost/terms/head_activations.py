@@ -40,8 +40,10 @@ def head_activations(model: Any, settings: ActivationSettings) -> HeadActivation
 @cache
 def _(model: Architecture, settings: ActivationSettings) -> HeadActivations:
     residual = settings.residual_stream(model.width)
-    saved = residual + norm_activations(model, settings) + matmul_inputs(model, settings, 1)
-    if settings.autocast:
+    trains_head = settings.trained.head
+    norm = norm_activations(model, settings, settings.trained.after)
+    saved = residual + norm + matmul_inputs(model, settings, 1, float(trains_head))
+    if settings.autocast and not (settings.trainer.master_bytes and trains_head):
         saved += model.vocab * model.width / settings.layout.tensor * settings.compute_bytes
     logits = settings.tokens * model.vocab / settings.layout.tensor
     if settings.trainer.loss_chunk_bytes:
@@ -51,7 +53,9 @@ def _(model: Architecture, settings: ActivationSettings) -> HeadActivations:
         most = settings.trainer.loss_chunk_bytes / (1 if settings.activation_checkpoint == "none" else 2)
         share = min(1.0, LOSS_CHUNK_TOKENS / settings.tokens)
         chunk = min(most, share * logits * settings.compute_bytes)
-        saved = residual + norm_activations(model, settings) + hidden
+        saved = residual + norm + hidden
+        if not trains_head:
+            return HeadActivations(saved, 0.0, chunk + hidden, 0.0, 0, 2 * settings.trained.after * residual)
         gradient, scaled = weight * settings.reduction_bytes, weight * settings.compute_bytes
         return HeadActivations(saved, gradient, chunk + hidden, scaled, 0, 2 * residual)
     if settings.trainer.logit_bytes:
@@ -60,7 +64,8 @@ def _(model: Architecture, settings: ActivationSettings) -> HeadActivations:
     vocab_parallel = settings.layout.tensor > 1
     wide, narrow = logits * settings.reduction_bytes, logits * settings.compute_bytes
     upcast = wide if settings.compute_bytes != settings.reduction_bytes else 0
+    deferred = (wide if trains_head else 0.0) + 2 * settings.trained.after * residual
     forward_peak = narrow + upcast + (wide if vocab_parallel else 0)
     return HeadActivations(
-        saved, wide, forward_peak, (3 if vocab_parallel else 2) * wide, wide, wide + 2 * residual
+        saved, wide, forward_peak, (3 if vocab_parallel else 2) * wide, wide, deferred
     )  # fmt: skip

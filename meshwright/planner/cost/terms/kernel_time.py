@@ -12,6 +12,7 @@ from math import ceil, log2
 
 from meshwright.base.config.dtypes import PRECISION_BYTES
 from meshwright.base.hardware.cluster import Device, MatmulRate
+from meshwright.planner.workload.optimizer_bytes import LowRankFactors
 from meshwright.planner.workload.trainer_profile import TrainerProfile
 
 TILES = ((256, 128, 1.0), (128, 256, 1.0), (128, 128, 0.95), (128, 64, 0.78), (64, 64, 0.6))
@@ -138,6 +139,18 @@ def linear_time(rate: KernelRate, matmuls: list[MatmulShape], cast_seconds: floa
         sum(grouped_matmul_time(rate, m, k, n, count) for m, n, k, count in matmuls) + cast_seconds * gradient_elements,
         sum(weight_gradient_time(rate, *matmul) for matmul in matmuls),
     )
+
+
+def factors_time(rate: KernelRate, tokens: int, tensor: int, factors: tuple[LowRankFactors, ...]) -> LinearTime:
+    """Seconds of the products with low-rank factors, and of adding their results to those of the weights."""
+    times = LinearTime(0.0, 0.0, 0.0)
+    for rank, inputs, outputs, dim, count in factors:
+        columns, rows = inputs // (tensor if dim == 1 else 1), outputs // (tensor if dim == 0 else 1)
+        product = linear_time(rate, [(tokens, rank, columns, 1), (tokens, rows, rank, 1)])
+        added = memory_bound_time(rate, 3 * tokens * rows * rate.element_bytes, 2)
+        forward, backward = count * (product.forward + added), count * (product.input_gradients + added)
+        times += LinearTime(forward, backward, count * product.weight_gradients)
+    return times
 
 
 def memory_bound_time(rate: KernelRate, moved_bytes: float, kernels: float = 1) -> float:

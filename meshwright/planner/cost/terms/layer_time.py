@@ -5,7 +5,8 @@ t the tensor-parallel degree. The matrix products (rows, columns, inner) of a de
 (T, H, A D / t), (T, 2F / t, H) and (T, H, F / t); the first has A D / t columns more if a gate scales the output of
 attention. Backward runs each twice: for the input gradient (T, inner, columns)
 and for the weight gradient (columns, inner, T). Attention multiplies 2 T S (A D) / t twice; flash kernels skip the
-masked half, and flash backward runs five products where forward runs two.
+masked half, and flash backward runs five products where forward runs two. A frozen weight has no weight gradient, and
+backward ends at the first trained parameter.
 """
 
 from __future__ import annotations
@@ -21,14 +22,21 @@ from meshwright.planner.cost.terms.float8_recipe import FLOAT8_RECIPES
 from meshwright.planner.cost.terms.host_time import HOST_SPEEDS, forward_kernels, host_seconds
 from meshwright.planner.cost.terms.kernel_time import (
     KernelRate,
-    MatmulShape,
+    factors_time,
     kernel_rate,
     linear_time,
     matmul_time,
     memory_bound_time,
     weight_gradient_time,
 )
+from meshwright.planner.cost.terms.layer_matmuls import (
+    expert_matmuls,
+    feed_forward_matmuls,
+    mixer_projections,
+    routed_tokens,
+)
 from meshwright.planner.cost.terms.recomputation import recomputed_parts, recomputes_latent_projections
+from meshwright.planner.workload.optimizer_bytes import ALL_TRAINED, TrainedShares
 from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.planner.workload.trainer_profile import TrainerProfile
 
@@ -63,6 +71,8 @@ flash-linear-attention; stated, not fitted: no published run of these models has
 BACKWARD_LAUNCHES = 1.4
 """The host's launch time of a backward pass, relative to that of a forward pass."""
 
+FACTOR_KERNELS = 4
+"""Kernels of the low-rank factors of a projection: two products, the scale and the sum."""
 CHUNK_QUERIES = 128
 """Queries of a chunk of Meshwright's attention with capped scores."""
 
@@ -94,6 +104,8 @@ class LayerShape:
     """launches per second, relative to the hosts that the trainer profiles were fitted to"""
     expert_imbalance: float = 1.0
     """load of the busiest expert-parallel rank as a multiple of the mean"""
+    trained: TrainedShares = ALL_TRAINED
+    """which part of the model is trained"""
 
 
 def layer_shape(job: PlannedJob) -> LayerShape:
@@ -123,74 +135,8 @@ def layer_shape(job: PlannedJob) -> LayerShape:
         job.cluster.launch_seconds,
         HOST_SPEEDS[job.cluster.device.host],
         job.expert_imbalance,
+        job.trained,
     )
-
-
-def attention_projections(model: Architecture, shape: LayerShape) -> list[MatmulShape]:
-    tensor, tokens = shape.tensor, shape.tokens
-    if model.latent_attention is None:
-        query_heads = (2 if model.attention_gate else 1) * model.heads
-        qkv = model.head_dim * (query_heads + 2 * model.kv_heads) // tensor
-        return [(tokens, max(1, qkv), model.width, 1), (tokens, model.width, model.heads * model.head_dim // tensor, 1)]
-    mla = model.latent_attention
-    query = model.heads * (mla.qk_nope_head_dim + mla.qk_rope_head_dim) // tensor
-    matmuls = [(tokens, mla.kv_lora_rank + mla.qk_rope_head_dim, model.width, 1)]
-    matmuls += (
-        [(tokens, mla.q_lora_rank, model.width, 1), (tokens, query, mla.q_lora_rank, 1)]
-        if mla.q_lora_rank
-        else [(tokens, query, model.width, 1)]
-    )
-    matmuls.append((tokens, model.heads * (mla.qk_nope_head_dim + mla.v_head_dim) // tensor, mla.kv_lora_rank, 1))
-    matmuls.append((tokens, model.width, model.heads * mla.v_head_dim // tensor, 1))
-    return matmuls
-
-
-def mixer_projections(model: Architecture, shape: LayerShape, kind: BlockKind) -> list[MatmulShape]:
-    """The matrix products of a block's mixer."""
-    if kind.has_attention:
-        return attention_projections(model, shape)
-    tokens, tensor = shape.tokens, shape.tensor
-    if kind.mixer == "linear" and model.linear_attention is not None:
-        sizes = model.linear_attention
-        return [
-            (tokens, max(1, sizes.input_width // tensor), model.width, 1),
-            (tokens, model.width, sizes.values // tensor, 1),
-        ]
-    if kind.has_scan and model.state_space is not None:
-        space = model.state_space
-        inner = space.inner // tensor
-        matmuls = [(tokens, max(1, space.input_width // tensor), model.width, 1), (tokens, model.width, inner, 1)]
-        if space.heads:
-            return matmuls
-        return [*matmuls, (tokens, space.rank + 2 * space.state, inner, 1), (tokens, inner, max(1, space.rank), 1)]
-    return []
-
-
-def feed_forward_matmuls(model: Architecture, shape: LayerShape, kind: BlockKind) -> list[MatmulShape]:
-    """The matrix products of a dense feed-forward, or of the shared experts."""
-    ffn = {"dense": model.ffn, "moe": model.shared_ffn, "none": 0}[kind.ffn]
-    up, tensor = model.ffn_matrices - 1, shape.tensor
-    if not ffn:
-        return []
-    return [(shape.tokens, up * ffn // tensor, model.width, 1), (shape.tokens, model.width, ffn // tensor, 1)]
-
-
-def expert_matmuls(model: Architecture, shape: LayerShape, kind: BlockKind) -> list[MatmulShape]:
-    """The matrix products of a router and of the routed experts."""
-    if kind.ffn != "moe":
-        return []
-    local_experts = max(1, model.experts // shape.expert)
-    rows = max(1, routed_tokens(shape) // local_experts)
-    return [
-        (shape.tokens, model.experts, model.width, 1),
-        (rows, (model.ffn_matrices - 1) * model.expert_ffn, model.width, local_experts),
-        (rows, model.width, model.expert_ffn, local_experts),
-    ]
-
-
-def routed_tokens(shape: LayerShape) -> int:
-    """The tokens that the experts of the busiest rank process; each tensor-parallel rank routes its own share."""
-    return int(shape.tokens * shape.model.experts_active * shape.expert_imbalance) // shape.tensor
 
 
 def layer_time(shape: LayerShape, moe: bool) -> LayerTime:
@@ -236,7 +182,7 @@ def _(model: Architecture, shape: LayerShape, moe: bool) -> LayerTime:
 
 def kind_time(model: Architecture, shape: LayerShape, kind: BlockKind) -> LayerTime:
     """The time of one block of a kind."""
-    trainer = shape.trainer
+    trainer, trained = shape.trainer, shape.trained
     projections = mixer_projections(model, shape, kind)
     dense, experts = feed_forward_matmuls(model, shape, kind), expert_matmuls(model, shape, kind)
     matmuls = projections + experts + dense
@@ -245,6 +191,14 @@ def kind_time(model: Architecture, shape: LayerShape, kind: BlockKind) -> LayerT
         linear = quantized + linear_time(shape.rate, experts)
     else:
         linear = linear_time(shape.linear_rate, matmuls, cast_seconds(shape))
+    frozen_gradients = 0.0
+    if trained.frozen:
+        in_16_bits = shape.quantized and not trainer.quantizes_experts
+        rate = shape.rate if in_16_bits else shape.linear_rate
+        frozen_gradients = (1 - trained.mixer) * linear_time(shape.linear_rate, projections).weight_gradients
+        frozen_gradients += (1 - trained.ffn) * linear_time(shape.linear_rate, dense).weight_gradients
+        frozen_gradients += (1 - trained.routed) * linear_time(rate, experts).weight_gradients
+        linear += factors_time(shape.rate, shape.tokens, shape.tensor, trained.factors)
     attention, attention_backward = mixer_time(model, shape, kind)
     weights = sum(count * n * k for _, n, k, count in matmuls)
     moved_bytes = pointwise_bytes(model, shape, kind) + trainer.recast_traffic_bytes * weights
@@ -254,8 +208,11 @@ def kind_time(model: Architecture, shape: LayerShape, kind: BlockKind) -> LayerT
     gap = trainer.host_gap_seconds
     compute = linear.forward + attention + pointwise
     forward = with_launches(shape, compute, launch) + gap
-    gradients = linear.input_gradients + linear.weight_gradients + attention_backward + pointwise_backward
-    backward = with_launches(shape, gradients, BACKWARD_LAUNCHES * launch) + gap
+    weight_gradients = linear.weight_gradients - frozen_gradients
+    gradients = linear.input_gradients + weight_gradients + attention_backward + pointwise_backward
+    if trained.reached < 1:
+        gradients -= (1 - trained.reached) * (gradients - weight_gradients)
+    backward = with_launches(shape, gradients, trained.reached * BACKWARD_LAUNCHES * launch) + trained.reached * gap
     mode, repeated = shape.activation_checkpoint, recomputed_parts(shape.activation_checkpoint, trainer)
     recompute = repeated.matmuls * (forward if mode in ("alternate", "full") else linear.forward)
     if mode == "selective":
@@ -264,10 +221,11 @@ def kind_time(model: Architecture, shape: LayerShape, kind: BlockKind) -> LayerT
     if recomputes_latent_projections(mode, trainer) and mla is not None and kind.has_attention:
         inner = (mla.q_lora_rank, mla.kv_lora_rank)
         recompute += sum(matmul_time(shape.linear_rate, *matmul) for matmul in projections if matmul[2] in inner)
+    recompute *= trained.reached
     idle = (
         (0.0, 0.0) if shape.on_cpu else (max(0.0, launch - compute), max(0.0, BACKWARD_LAUNCHES * launch - gradients))
     )
-    return LayerTime(forward, backward, linear.weight_gradients, recompute, attention, *idle)
+    return LayerTime(forward, backward, weight_gradients, recompute, attention, *idle)
 
 
 def cast_seconds(shape: LayerShape) -> float:
@@ -300,6 +258,7 @@ def launch_time(model: Architecture, shape: LayerShape, kind: BlockKind) -> floa
     kernels = forward_kernels(
         trainer.fused_kernels, model.gated, model.qk_norm, shape.quantized, moe, kind.has_scan, casts_ffn
     )
+    kernels += FACTOR_KERNELS * round(sum(factors[-1] for factors in shape.trained.factors))
     reference_kernels = forward_kernels(trainer.fused_kernels, moe=moe)
     seconds = host_seconds(reference, kernels, reference_kernels, trainer.graphed_kernels, shape.host_speed)
     return seconds * kind.sublayers / 2
@@ -382,7 +341,8 @@ def permutation_bytes(model: Architecture, shape: LayerShape, kind: BlockKind) -
 @cache
 def _(model: Architecture, shape: LayerShape) -> LayerTime:
     moved_bytes = 4.0 * shape.tokens * model.width
-    return LayerTime(memory_bound_time(shape.rate, moved_bytes), memory_bound_time(shape.rate, 3 * moved_bytes), 0.0)
+    backward = memory_bound_time(shape.rate, 3 * moved_bytes) if shape.trained.before else 0.0
+    return LayerTime(memory_bound_time(shape.rate, moved_bytes), backward, 0.0)
 
 
 @last_time.register
@@ -391,7 +351,7 @@ def _(model: Architecture, shape: LayerShape) -> LayerTime:
     tokens, width = shape.tokens, model.width
     vocab = -(-model.vocab // shape.tensor // 8) * 8
     projection = matmul_time(shape.rate, tokens, vocab, width)
-    weight_gradient = weight_gradient_time(shape.rate, tokens, vocab, width)
+    weight_gradient = weight_gradient_time(shape.rate, tokens, vocab, width) if shape.trained.head else 0.0
     loss = shape.trainer.loss_traffic_bytes * tokens * vocab / shape.rate.bandwidth
     backward = matmul_time(shape.rate, tokens, width, vocab) + weight_gradient + 0.6 * loss
     return LayerTime(projection + 0.4 * loss, backward, weight_gradient)

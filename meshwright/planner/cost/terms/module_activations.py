@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from meshwright.base.models.architecture import Architecture
@@ -37,25 +37,28 @@ class ModuleActivations:
     """the part of `saved` that norms and activation functions compute from the rest"""
 
 
-def norm_activations(model: Architecture, settings: ActivationSettings) -> float:
+def norm_activations(model: Architecture, settings: ActivationSettings, trained: float = 1.0) -> float:
     """Bytes that one norm saves in addition to its input. An eager norm computes in float32: it saves its normalized
-    input so, and a copy of an input that has fewer bits.
+    input so, for the gradient of its weight, and a copy of an input that has fewer bits. `trained` is the share of the
+    norms whose weight is trained.
     """
     if settings.trainer.fused_kernels:
         return 4 * settings.residual_tokens
     wide = max(settings.reduction_bytes, settings.residual_bytes)
-    return settings.residual_tokens * ((model.width + 1) * wide + model.width * (wide - settings.residual_bytes))
+    return settings.residual_tokens * (
+        (model.width * trained + 1) * wide + model.width * (wide - settings.residual_bytes)
+    )
 
 
-def matmul_inputs(model: Architecture, settings: ActivationSettings, matmuls: int) -> float:
-    """Bytes that matmuls with the same input save of it."""
+def matmul_inputs(model: Architecture, settings: ActivationSettings, matmuls: int, saving: float = 1.0) -> float:
+    """Bytes that matmuls with the same input save of it; `saving` is the share of them that does."""
     layout, tokens = settings.layout, settings.tokens
     if layout.tensor > 1:
-        copies = 1
+        copies = min(1.0, matmuls * saving)
         tokens = settings.residual_tokens if settings.trainer.regathers_in_backward else tokens
     else:
         casts = not settings.trainer.fused_kernels and settings.compute_bytes != settings.residual_bytes
-        copies = matmuls if casts else 1
+        copies = matmuls * saving if casts else min(1.0, matmuls * saving)
     return copies * tokens * model.width * settings.input_bytes
 
 
@@ -101,7 +104,10 @@ def attention_activations(model: Architecture, settings: ActivationSettings, kin
     if not trainer.flash_attention:
         scores = tokens * settings.sequence / layout.context * model.heads * (2 * e + 1 if trainer.dropout_masks else e)
     projection_input = tokens * values * (trainer.attention_output_bytes or settings.input_bytes)
-    inputs = matmul_inputs(model, settings, 3) + head_norm_activations(model, settings)
+    shared_input = matmul_inputs(model, settings, 3, settings.trained.mixer_inputs)
+    inputs = shared_input + head_norm_activations(model, settings)
+    if not settings.trained.mixer_products:
+        token_layout = 0
     normed = settings.tokens * normed_latent
     shares_output = trainer.attention_output_bytes or not trainer.saves_quantized_inputs
     gate = tokens * values * e if model.attention_gate else 0.0
@@ -120,9 +126,21 @@ def attention_activations(model: Architecture, settings: ActivationSettings, kin
         backward_peak,
         scores=scores,
         attention_output=output + logsumexp,
-        matmul_inputs=matmul_inputs(model, settings, 3) + normed * settings.input_bytes + projection_input,
-        pointwise=matmul_inputs(model, settings, 3) + normed * e + (own_input if model.attention_gate else 0.0),
+        matmul_inputs=shared_input + normed * settings.input_bytes + projection_input,
+        pointwise=shared_input + normed * e + (own_input if model.attention_gate else 0.0),
     )
+
+
+def with_factors(module: ModuleActivations, settings: ActivationSettings) -> ModuleActivations:
+    """Adds what the low-rank factors of a block save: the input of the second one. Their products are outputs of
+    matmuls, too.
+    """
+    tokens, e, tensor = settings.tokens, settings.compute_bytes, settings.layout.tensor
+    inner = outputs = 0.0
+    for rank, _, width, dim, count in settings.trained.factors:
+        inner += count * tokens * rank * e
+        outputs += count * tokens * (width // tensor if dim == 0 else width) * e
+    return replace(module, saved=module.saved + inner, matmul_outputs=module.matmul_outputs + inner + outputs)
 
 
 def scan_activations(model: Architecture, settings: ActivationSettings, kind: BlockKind) -> ModuleActivations:
@@ -150,13 +168,16 @@ def head_norm_activations(model: Architecture, settings: ActivationSettings) -> 
     return settings.tokens / settings.layout.tensor * heads * (model.head_dim * element + wide)
 
 
-def inner_copies(model: Architecture, settings: ActivationSettings, quantized: bool) -> tuple[float, float]:
+def inner_copies(
+    model: Architecture, settings: ActivationSettings, quantized: bool, saving: float = 1.0
+) -> tuple[float, float]:
     """The saved elements of a feed-forward per element of its inner width, in units of the compute precision: all of
-    them, and those that the activation function computes. `quantized` if the last matmul saves its input in 8 bits.
+    them, and those that the activation function computes. `quantized` if the last matmul saves its input in 8 bits,
+    `saving` is the share of last matmuls that save it at all.
     """
     trainer, e = settings.trainer, settings.compute_bytes
     inputs = (model.ffn_matrices - 1) * (trainer.activation_input_bytes or e) / e
-    product = settings.input_bytes / e if quantized else 1.0
+    product = saving * (settings.input_bytes / e if quantized else 1.0)
     if not model.gated:
         return inputs + product, product
     outputs = (0.0 if trainer.recomputes_gated_product else product) + (0 if trainer.fused_kernels else 1)
@@ -164,14 +185,14 @@ def inner_copies(model: Architecture, settings: ActivationSettings, quantized: b
 
 
 def ffn_activations(model: Architecture, settings: ActivationSettings, moe: bool) -> ModuleActivations:
-    layout, e = settings.layout, settings.compute_bytes
+    layout, e, trained = settings.layout, settings.compute_bytes, settings.trained
     up_matmuls = model.ffn_matrices - 1
     # The gradients of gate and up, and the product that their kernel writes again.
     gradient_copies = 3 if settings.trainer.recomputes_gated_product and model.gated else 2
     if not moe:
         inner = settings.tokens * model.ffn * e / layout.tensor
-        copies, recomputable = inner_copies(model, settings, quantized=True)
-        inputs = matmul_inputs(model, settings, up_matmuls)
+        copies, recomputable = inner_copies(model, settings, True, trained.ffn_products)
+        inputs = matmul_inputs(model, settings, up_matmuls, trained.ffn_inputs)
         return ModuleActivations(
             inputs + copies * inner,
             up_matmuls * inner + module_output(model, settings),
@@ -184,23 +205,25 @@ def ffn_activations(model: Architecture, settings: ActivationSettings, moe: bool
     if not settings.trainer.sequence_parallel and layout.tensor > 1:
         routed = routed / layout.tensor
     inner, hidden = routed * model.expert_ffn * e, routed * model.width * e
-    token_copies, own_copies = (3 if layout.expert > 1 else 2) * hidden, settings.trainer.saved_token_copies
+    own_copies = settings.trainer.saved_token_copies
+    token_copies = (2 if layout.expert > 1 else 1) * hidden + trained.routed * hidden  # the input of trained experts
     if own_copies:  # 8-bit inputs of both matmuls of an expert
         token_copies = own_copies * hidden * settings.input_bytes / e
-    copies, recomputable = inner_copies(model, settings, quantized=own_copies > 0)
+    copies, recomputable = inner_copies(model, settings, own_copies > 0, trained.routed)
+    shared_copies, _ = inner_copies(model, settings, own_copies > 0, trained.ffn_products)
     input_share = settings.input_bytes / e if own_copies else 1.0
     experts = routed * (16 + settings.reduction_bytes) + copies * inner + token_copies
-    router_input = settings.residual_tokens * model.width * settings.residual_bytes
+    router_input = trained.routed * settings.residual_tokens * model.width * settings.residual_bytes
     router = router_input + settings.residual_tokens * 2 * model.experts * settings.reduction_bytes
     shared = settings.tokens * model.shared_ffn * e / layout.tensor
     own_input = model.shared_ffn and (layout.tensor > 1 or settings.compute_bytes != settings.residual_bytes)
-    shared_input = matmul_inputs(model, settings, 2) if own_input else 0.0
+    shared_input = matmul_inputs(model, settings, 2, trained.ffn_inputs) if own_input else 0.0
     matmul_outputs = up_matmuls * inner + routed * model.width * e
     if model.shared_ffn:
         matmul_outputs += up_matmuls * shared + module_output(model, settings)
     # Backward runs shared experts first, and frees their activations before it runs the routed ones.
     return ModuleActivations(
-        experts + router + copies * shared + shared_input,
+        experts + router + shared_copies * shared + shared_input,
         matmul_outputs,
         up_matmuls * (inner + shared) + 2 * hidden,
         max(gradient_copies * shared, gradient_copies * inner - (token_copies if own_copies else 3 * hidden)),
@@ -214,7 +237,8 @@ def autocast_weights(model: Architecture, settings: ActivationSettings, kind: Bl
     """Bytes of the copies that autocast makes of one block's weights."""
     if not settings.autocast:
         return 0
-    layout, e, mixer = settings.layout, settings.compute_bytes, model.mixer_parameters(kind)
+    layout, mixer = settings.layout, model.mixer_parameters(kind)
+    e = settings.cast_share * settings.compute_bytes
     if kind.ffn != "moe":
         return (mixer + (model.ffn_parameters if kind.ffn == "dense" else 0)) / layout.tensor * e
     experts = model.experts * model.expert_parameters / layout.expert

@@ -35,7 +35,8 @@ from meshwright.base.models.architecture import Architecture
 from meshwright.base.models.traced_model import TracedModel
 from meshwright.base.topology.layout import Layout
 from meshwright.planner.cost.terms.expert_overlap import exposed_all_to_all
-from meshwright.planner.cost.terms.layer_time import LayerShape, LayerTime, routed_tokens
+from meshwright.planner.cost.terms.layer_matmuls import routed_tokens
+from meshwright.planner.cost.terms.layer_time import LayerShape, LayerTime
 from meshwright.planner.cost.trace.operations import Communicate
 from meshwright.planner.cost.units.group_placements import group_placements
 from meshwright.planner.cost.units.rank_units import TensorModules

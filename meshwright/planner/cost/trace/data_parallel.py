@@ -231,7 +231,9 @@ class DataParallel:
             yield Allocate(COMMUNICATION, -unit.padded * sizes.kept)
 
     def reduction(self, unit: Unit, kind: PassKind) -> Iterator[Operation]:
-        """The collectives of a unit's gradients."""
+        """The collectives of a unit's gradients, of which a frozen unit has none."""
+        if not unit.padded:
+            return
         group, message = unit.group, unit.padded * self.sizes.reduced
         if unit.partial:
             partial = unit.partial * self.sizes.partial

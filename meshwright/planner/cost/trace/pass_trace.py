@@ -15,6 +15,7 @@ until then. Activations, logits and temporary tensors are those of `activations`
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from functools import cached_property
 from itertools import pairwise
 from typing import NamedTuple
@@ -101,8 +102,11 @@ class StagePasses:
             parts.append(StagePart(1, units, embedding_time(self.shape), messages, None))
         for run in stage.runs:
             units = (run.unit, run.experts) if run.experts else (run.unit,)
-            time = layer_time(self.shape, run.moe)
-            block = block_activations(self.job.model, self.settings, run.moe)
+            shape, settings = self.shape, self.settings
+            if run.trained is not None:
+                shape, settings = replace(shape, trained=run.trained), replace(settings, trained=run.trained)
+            time = layer_time(shape, run.moe)
+            block = block_activations(self.job.model, settings, run.moe)
             together = min(self.settings.segment, stage.layers.layers)
             messages = self.messages.block(run.moe, time, run.tensor)
             parts.append(StagePart(run.count, units, time, messages, block, together=together))

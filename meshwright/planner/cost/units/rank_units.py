@@ -24,6 +24,7 @@ from meshwright.base.topology.parameter_shards import (
 )
 from meshwright.planner.cost.units.data_sharding import ShardRanks, data_sharding
 from meshwright.planner.cost.units.stage_parameters import StageLayers
+from meshwright.planner.workload.optimizer_bytes import TrainedShares, shares_of_spec
 from meshwright.planner.workload.planned_job import PlannedJob
 
 OWN_DTYPE = (BEFORE, ROOT)
@@ -105,6 +106,8 @@ class BlockRun:
     experts: Unit | None
     """the unit of expert weights that are divided over ranks"""
     tensor: TensorModules
+    trained: TrainedShares | None = None
+    """which part of the blocks is trained; None for that of the job"""
 
 
 @dataclass(frozen=True)
@@ -170,6 +173,7 @@ def exact_stages(job: PlannedJob, config: RunConfig, spec: ModelSpec, rank: int)
                     TensorModules(
                         *frozen.get(block, (0, 0)), not (ends_segment and ends_with_scatter(config, spec, moe))
                     ),
+                    shares_of_spec(spec, [name]) if job.trained.frozen else None,
                 )
             )
         runs = tuple(

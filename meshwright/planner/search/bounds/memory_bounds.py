@@ -25,7 +25,7 @@ from meshwright.planner.cost.units.stage_parameters import (
 )
 from meshwright.planner.search.bounds.time_bounds import model_kinds
 from meshwright.planner.search.candidate import Candidate, CandidateJob
-from meshwright.planner.workload.optimizer_bytes import optimizer_bytes, trainable_fraction
+from meshwright.planner.workload.optimizer_bytes import optimizer_bytes
 from meshwright.planner.workload.planned_job import PlannedJob
 from meshwright.planner.workload.trainer_profile import TrainerProfile
 from meshwright.planner.workload.workload import Workload
@@ -165,13 +165,13 @@ class MemoryBounds:
         ) if self.routes_tokens else dense
 
     def optimizer_bytes(self, trainer: TrainerProfile) -> tuple[float, float]:
-        """Bytes of optimizer state per parameter, and the fraction of the parameters that are trained."""
+        """Bytes of optimizer state per parameter, and the fraction of the parameters that are trained: that of the unit
+        with the smallest one.
+        """
         if id(trainer) not in self._optimizer_bytes:
-            config, model = self.work.base_config, self.work.model
-            self._optimizer_bytes[id(trainer)] = (
-                optimizer_bytes(trainer, config, model),
-                trainable_fraction(config, model),
-            )
+            trained = self.work.trained.least
+            state = optimizer_bytes(trainer, self.work.base_config, self.work.model)
+            self._optimizer_bytes[id(trainer)] = state * trained, trained
         return self._optimizer_bytes[id(trainer)]
 
 

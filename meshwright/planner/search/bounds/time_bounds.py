@@ -237,7 +237,7 @@ def unit_seconds(job: PlannedJob) -> UnitSeconds:
         one = StageLayers(int(not moe), int(moe), False, False)
         apart = data_sharding(job).experts_apart
         block = stage_parameters(job.model, one, layout.tensor, layout.expert, layout.pipeline == 1, apart)
-        unit = sizes.unit(block.block)
+        unit = sizes.unit(block.block, share=job.trained.block)
         kind = PassKind(0, "B", "sharded")
         gathers.append(communication_seconds(data.gather(unit, kind)) if resharding(job, plan) != "local" else 0.0)
         reductions.append(communication_seconds(data.reduction(unit, kind)))
@@ -262,7 +262,7 @@ def module_seconds(job: PlannedJob) -> ModuleSeconds:
     for moe in model_kinds(job):
         time = layer_time(shape, moe)
         kinds[moe] = seconds(time, messages.block(moe, time))
-    embedding = seconds(embedding_time(shape), messages.embedding(frozen=False))
+    embedding = seconds(embedding_time(shape), messages.embedding(frozen=not job.trained.before))
     head, moe_layers = seconds(head_time(shape), messages.head()), moe_layer_count(job)
     blocks = (job.model.layers - moe_layers) * sum(kinds[False]) + moe_layers * sum(kinds[True])
     return ModuleSeconds(kinds[False], kinds[True], embedding, head, blocks + sum(embedding) + sum(head))

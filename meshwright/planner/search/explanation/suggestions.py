@@ -122,8 +122,9 @@ def feasible_changes(work: Workload, cluster: Cluster) -> list[str]:
             changes.append(f"--sequence {sequence}")
             break
         sequence //= 2
-    if work.precision in ("fp32", "fp64") and fits(with_precision(work, "bf16"), cluster):
-        changes.append("--precision bf16")
+    half = cluster.device.half_precision
+    if work.precision in ("fp32", "fp64") and fits(with_precision(work, half), cluster):
+        changes.append(f"--precision {half}")
     return changes
 
 

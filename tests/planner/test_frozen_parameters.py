@@ -1,0 +1,92 @@
+"""Plans of low-rank adaptation and of frozen groups: what frozen parameters need, and what they do not."""
+
+from __future__ import annotations
+
+import pytest
+
+from meshwright.base.topology.layout import Layout
+from meshwright.planner.calibration.estimator import estimate
+from meshwright.planner.cost.estimate import Estimate
+from meshwright.planner.search.candidate import Candidate, exact_job
+from meshwright.planner.search.search import search
+from meshwright.planner.search.trainer_rules import flop_convention
+from meshwright.planner.workload.optimizer_bytes import ALL_TRAINED
+from tests.planner.planned_cases import cost_cache
+
+LORA = ("--lora.rank=16",)
+EVERY_PROJECTION = (*LORA, "--lora.targets=*.attention.*,*.ffn.*")
+FIRST_BLOCKS = ('--optimizer.groups=[{pattern="*.blocks.[0-9].*",frozen=true},{pattern="*embedding*",frozen=true}]',)
+CANDIDATES = {
+    "ddp": Candidate(Layout(replicate=8), 1),
+    "fsdp": Candidate(Layout(shard=8), 1, "parameters", "full"),
+    "tensor": Candidate(Layout(shard=4, tensor=2), 1, "optimizer", "selective"),
+    "pipeline": Candidate(Layout(pipeline=2, shard=4), 1, "optimizer"),
+}
+GIB = 1 << 30
+
+
+def estimated(options: tuple[str, ...], candidate: Candidate = CANDIDATES["ddp"]) -> Estimate:
+    return cost_cache("llama-8b", "h200:8", "--batch.global=16", *options).estimate(candidate)
+
+
+def test_low_rank_adaptation_of_8b_fits_on_one_h100() -> None:
+    """Frozen weights stay float32 in memory, 29.9 GiB, beside nothing that a gradient or an optimizer needs."""
+    assert not any(plan for plan in search(cost_cache("llama-8b", "h100:1")).ranked if not plan.job.offload)
+    best = search(cost_cache("llama-8b", "h100:1", *LORA)).ranked[0]
+    memory = best.peak_memory
+    assert not best.job.offload
+    assert memory.parameters == pytest.approx(4 * 8.03e9, rel=0.01)
+    assert memory.gradients + memory.optimizer < 0.5 * GIB
+
+
+@pytest.mark.parametrize("name", CANDIDATES)
+@pytest.mark.parametrize("options", [LORA, EVERY_PROJECTION, FIRST_BLOCKS], ids=["attention", "all", "groups"])
+def test_candidates_cost_what_their_run_configs_cost(name: str, options: tuple[str, ...]) -> None:
+    """The search prices candidates by sizes alone; the plan follows from the parameters of the run."""
+    cache, candidate = cost_cache("llama-8b", "h200:8", "--batch.global=16", *options), CANDIDATES[name]
+    fast, exact = cache.estimate(candidate), estimate(exact_job(cache.work, cache.cluster, candidate))
+    if (name, options) != ("pipeline", FIRST_BLOCKS):  # candidates have the mean of all blocks in every stage
+        assert fast.seconds == pytest.approx(exact.seconds, rel=0.03)
+    assert fast.peak_memory.tensors == pytest.approx(exact.peak_memory.tensors, rel=0.05)
+
+
+def test_frozen_weights_have_no_weight_gradients() -> None:
+    full, lora = estimated(()), estimated(LORA)
+    assert full.phases["backward"] > 1.9 * full.phases["forward"]
+    assert lora.phases["backward"] < 1.4 * lora.phases["forward"]
+    attention = 1 - 6 * 8.03e9 * full.job.tokens_per_step / full.model_flops
+    assert lora.model_flops / full.model_flops == pytest.approx(2 / 3 + attention / 3, abs=0.03)
+    assert flop_convention(cost_cache("llama-8b", "h200:8", *LORA).work).startswith(
+        "6 FLOP per active parameter and tok"
+    )
+
+
+def test_backward_ends_at_the_first_trained_block() -> None:
+    """Ten of 32 blocks have neither a backward pass nor activations."""
+    full, groups = estimated(()), estimated(FIRST_BLOCKS)
+    head = 0.1
+    assert groups.phases["backward"] / full.phases["backward"] == pytest.approx(22 / 32, abs=head)
+    assert groups.peak_memory.activations / full.peak_memory.activations == pytest.approx(22 / 32, abs=head)
+
+
+def test_only_trained_parameters_are_reduced() -> None:
+    def reduced(options: tuple[str, ...], candidate: Candidate) -> float:
+        reductions = ("all_reduce", "reduce_scatter")
+        calls = [call for call in estimated(options, candidate).calls if call.collective in reductions]
+        return sum(call.message_bytes * call.calls for call in calls if call.axis in ("replicate", "shard"))
+
+    for candidate in (CANDIDATES["ddp"], CANDIDATES["fsdp"]):
+        assert reduced(LORA, candidate) < 0.01 * reduced((), candidate)
+    gathers = [
+        sum(
+            call.message_bytes * call.calls
+            for call in estimated(options, CANDIDATES["fsdp"]).calls
+            if call.collective == "all_gather"
+        )
+        for options in ((), LORA)
+    ]
+    assert gathers[0] <= gathers[1] < 1.1 * gathers[0]  # a frozen embedding is gathered in float32
+
+
+def test_a_run_without_frozen_parameters_is_all_trained() -> None:
+    assert cost_cache("llama-8b", "h100:1").work.trained is ALL_TRAINED
