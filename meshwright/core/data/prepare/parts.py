@@ -50,7 +50,7 @@ class PartRecord:
     ends_document: bool
     """whether a document of lines ends with this part"""
     bad: list[list[Any]]
-    """[line or row, reason] of what could not be decoded"""
+    """[line or row, reason, what to do about the chat template] of what could not be decoded"""
 
 
 @dataclass(frozen=True)
