@@ -9,7 +9,7 @@ from glob import has_magic
 from itertools import takewhile
 from pathlib import Path
 
-from meshwright.base.io import read_json
+from meshwright.base.io import is_inside, read_json
 from meshwright.core.data.token_files import find_files
 from meshwright.errors import ConfigError, DataError
 
@@ -73,8 +73,7 @@ def require_inside(folder: Path, files: Sequence[Path]) -> None:
     """Raises ConfigError for links that lead out of a folder, which may come from somebody else: what they lead to is
     not part of it, such as a private file of the user.
     """
-    root = folder.resolve()
-    outside = [file for file in files if not file.resolve().is_relative_to(root)]
+    outside = [file for file in files if not is_inside(folder, file)]
     if outside:
         raise ConfigError(
             f"{len(outside)} of {len(files)} files of {folder} are links that lead out of it, such as {outside[0]} to "

@@ -101,6 +101,16 @@ def test_links_that_lead_out_of_an_input_folder_are_refused(corpus, tmp_path):
         prepare(folder, tmp_path / "other")
 
 
+def test_snapshot_of_the_hugging_face_cache_has_links_to_its_blobs(tmp_path):
+    snapshot, blobs = tmp_path / "cache" / "snapshots" / "1" / "train", tmp_path / "cache" / "blobs"
+    for each in (snapshot, blobs):
+        each.mkdir(parents=True)
+    (blobs / "0").write_text("text\n")
+    (snapshot / "a.txt").symlink_to("../../../blobs/0")
+    prepare(snapshot, tmp_path / "out")
+    assert documents(tmp_path / "out") == ["text\n\0"]
+
+
 def test_text_files_are_documents_with_one_end_each(tmp_path):
     (tmp_path / "in").mkdir()
     texts = {"a.txt": "x\n" * 900, "b.txt": "", "c.txt": "last line without an end", "d.txt.gz": "compressed\n"}
