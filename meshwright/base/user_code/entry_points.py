@@ -52,7 +52,8 @@ def load_entry_point(argument: str, text: str) -> Any:
     except Exception as error:
         raise ConfigError(
             f"{option}: the import of {module_name} raised {describe_user_error(error)}",
-            hidden_by(module_name) or f"expected a module that Python can import from {Path.cwd()} or PYTHONPATH",
+            describe_name_clash(module_name)
+            or f"expected a module that Python can import from {Path.cwd()} or PYTHONPATH",
         ) from error
     for part in name.split("."):
         if not hasattr(value, part):
@@ -60,7 +61,7 @@ def load_entry_point(argument: str, text: str) -> Any:
             suggestion = f"did you mean {close[0]}? " if close else ""
             raise ConfigError(
                 f"{option}: {module_name} has no attribute {name}",
-                hidden_by(module_name) or f"{suggestion}expected a name of that module",
+                describe_name_clash(module_name) or f"{suggestion}expected a name of that module",
             )
         value = getattr(value, part)
     return value
@@ -83,7 +84,7 @@ def import_user_module(name: str) -> ModuleType:
             sys.path[:] = [folder for folder in sys.path if folder not in added]
 
 
-def hidden_by(module_name: str) -> str:
+def describe_name_clash(module_name: str) -> str:
     """What to try if a module of the user has the name of one that Python finds first; else an empty string."""
     first = module_name.partition(".")[0]
     file = getattr(sys.modules.get(first), "__file__", None) or ""
