@@ -90,7 +90,7 @@ def describe_name_clash(module_name: str) -> str:
     file = getattr(sys.modules.get(first), "__file__", None) or ""
     for folder in user_folders():
         for path in (Path(folder, f"{first}.py"), Path(folder, first, "__init__.py")):
-            if file and path.exists() and not path.samefile(file):
+            if os.path.exists(file) and path.exists() and not path.samefile(file):
                 return f"try another name for {path}: Python finds {file} first"
     return ""
 

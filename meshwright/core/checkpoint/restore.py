@@ -77,10 +77,10 @@ def restore(
     """Load the newest intact checkpoint, or a newer snapshot in the `memory` of the hosts, into `state`, in place; None
     if the run has neither.
 
-    A checkpoint is verified before any tensor is overwritten, and `find_state_damage` verifies the values beside the
-    tensors, with those of the owner. `validate` raises for the manifest of another run. A
-    damaged checkpoint is reported to `on_damaged` and skipped or, without `fallback`, ends the run. A damaged snapshot
-    is reported as well, and never ends the run; one that is not complete on the hosts that are left is not damaged.
+    A checkpoint is verified before any tensor is overwritten; `find_state_damage` verifies the values beside the
+    tensors, in the manifest and in the state of the owner. `validate` raises for the manifest of another run. A damaged
+    checkpoint is reported to `on_damaged` and skipped or, without `fallback`, ends the run. A damaged snapshot is
+    reported as well, and never ends the run; one that is not complete on the hosts that are left is not damaged.
     `owner` is the logical owner that this rank stands for.
     """
     start = time.monotonic()

@@ -30,7 +30,7 @@ def is_list_of(test: Test) -> Test:
 
 
 def is_evaluation(value: Any) -> bool:
-    return type(value) is list and len(value) == 2 and is_count(value[0]) and is_loss(value[1])
+    return type(value) is list and len(value) == 2 and type(value[0]) is int and is_loss(value[1])
 
 
 def is_dict(value: Any) -> bool:

@@ -44,9 +44,10 @@ Task = tuple[Callable[..., Any], tuple[Any, ...]]
 
 PEER_LOSS_GRACE = 10.0
 """Seconds that the ranks have to end by themselves after one of them reports that it lost a peer."""
-SAFE_PATH, RANK_ONLY = "PYTHONSAFEPATH", "meshwright"
 ROOT_CAUSE_GRACE = 2.0
 """Seconds that the other ranks have once the root cause is known; they can only wait for the failed rank."""
+SAFE_PATH, RANK_ONLY = "PYTHONSAFEPATH", "meshwright"
+"""The variable under which spawned ranks start, and its value if it is not the user's."""
 
 
 class Ranks:

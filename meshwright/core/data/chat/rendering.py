@@ -11,10 +11,10 @@ from functools import cached_property
 from typing import Any
 
 from jinja2 import Environment, nodes
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.runtime import Macro
-from jinja2.sandbox import SecurityError
 
 from meshwright.core.data.chat.sandbox import BoundedSandbox, LimitExceeded, bounded
 

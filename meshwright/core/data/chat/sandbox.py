@@ -67,6 +67,7 @@ METHODS: tuple[tuple[Any, frozenset[str]], ...] = (
 )
 """(class, the attributes that a template can read); a namespace has those that the template sets."""
 SEQUENCES: tuple[Any, ...] = (list, tuple, KeysView, ValuesView, ItemsView)
+CONTAINERS: tuple[Any, ...] = (*SEQUENCES, dict)
 GLOBALS = names("dict namespace range")
 LINE_ENDS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
 
@@ -193,7 +194,7 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
         self.measure(value)
         if isinstance(value, str):
             self.take(len(value))
-        elif isinstance(value, (*SEQUENCES, dict)):
+        elif isinstance(value, CONTAINERS):
             self.take(sum(ELEMENT + (len(item) if isinstance(item, str) else 0) for item in value))
         return value
 
@@ -287,7 +288,7 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
         """The methods are not available: a format makes a long text of a short one."""
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        allowed = next((names for kind, names in METHODS if isinstance(obj, kind)), frozenset())
+        allowed = next((methods for kind, methods in METHODS if isinstance(obj, kind)), frozenset())
         return (attr in allowed or isinstance(obj, Namespace)) and super().is_safe_attribute(obj, attr, value)
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
