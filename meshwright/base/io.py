@@ -47,6 +47,15 @@ def open_descriptor(path: str | Path, flags: int, *, follow: bool = False) -> in
     return file
 
 
+def is_inside(folder: Path, file: Path) -> bool:
+    """Whether the links of a file, if it has any, lead to a file of the folder or, where the folder is in a snapshot of
+    the Hugging Face cache, to a blob of that cache.
+    """
+    root = folder.resolve()
+    blobs = [parent.parent.parent / "blobs" for parent in (root, *root.parents) if parent.parent.name == "snapshots"]
+    return any(file.resolve().is_relative_to(allowed) for allowed in (root, *blobs))
+
+
 def open_regular_file(path: Path, *, follow: bool = False) -> BinaryIO:
     """Opens a regular file for reading; see `open_descriptor`."""
     return open(open_descriptor(path, os.O_RDONLY, follow=follow), "rb")

@@ -1,8 +1,8 @@
 """Makes the requests of an object store in a separate process, for a process that forks the ranks. Torch-free.
 
 The threads of obstore do not survive a fork: a forked process that uses the library again waits forever. So a process
-that forks makes its requests through a child process, `python -m meshwright.base.store.object_process FD PARENT`, and
-its forked processes can use the library themselves. The two processes exchange messages over a socket pair.
+that forks makes its requests through a child process, `python -P -m meshwright.base.store.object_process FD PARENT`,
+and its forked processes can use the library themselves. The two processes exchange messages over a socket pair.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import asdict
 from typing import Any
 
+from meshwright.base.environment import start_python
 from meshwright.base.framing import PeerEnded, receive, send
 from meshwright.base.store.interface import Buffer
 from meshwright.base.store.object_calls import (
@@ -47,12 +48,17 @@ class ProcessCalls:
             return self.connection
         self.close()
         self.connection, other = socket.socketpair()
-        command = [sys.executable, "-m", "meshwright.base.store.object_process", str(other.fileno()), str(os.getpid())]
+        arguments = str(other.fileno()), str(os.getpid())
         files = (other.fileno(),)
         try:
             # A new session: the Ctrl-C of a terminal reaches the supervisor only, which still needs the store then.
-            self.process = subprocess.Popen(
-                command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, pass_fds=files, start_new_session=True
+            self.process = start_python(
+                "meshwright.base.store.object_process",
+                *arguments,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=files,
+                start_new_session=True,
             )
         finally:
             other.close()

@@ -8,12 +8,15 @@ from __future__ import annotations
 
 import difflib
 import importlib
+import os
 import sys
 from collections.abc import Mapping
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 from meshwright.base.config.constraints import ENTRY_POINT
+from meshwright.base.environment import user_folders
 from meshwright.base.user_code.user_code import UserCode
 from meshwright.errors import ConfigError, describe_exception, user_location
 
@@ -31,7 +34,7 @@ def load_user_code(entry_points: Mapping[str, str]) -> UserCode:
 
 
 def load_entry_point(argument: str, text: str) -> Any:
-    """Imports MODULE and returns its attribute NAME. Modules of the current folder are found, as by `python -m`."""
+    """Imports MODULE and returns its attribute NAME. Modules of the current folder are found after all others."""
     option = f"--{argument.replace('_', '-')} {text}"
     path, _, attribute = text.partition(":")
     if "/" in path or path.endswith(".py"):
@@ -44,24 +47,52 @@ def load_entry_point(argument: str, text: str) -> Any:
     if not ENTRY_POINT.fullmatch(text):
         raise ConfigError(f"{option} is not an entry point", "expected MODULE:NAME, such as my_project.models:build")
     module_name, _, name = text.partition(":")
-    if (here := str(Path.cwd())) not in sys.path:
-        sys.path.insert(0, here)
     try:
-        value = importlib.import_module(module_name)
+        value: Any = import_user_module(module_name)
     except Exception as error:
         raise ConfigError(
             f"{option}: the import of {module_name} raised {describe_user_error(error)}",
-            f"expected a module that Python can import from {here} or PYTHONPATH",
+            describe_name_clash(module_name)
+            or f"expected a module that Python can import from {Path.cwd()} or PYTHONPATH",
         ) from error
     for part in name.split("."):
         if not hasattr(value, part):
             close = difflib.get_close_matches(part, dir(value), n=1)
             suggestion = f"did you mean {close[0]}? " if close else ""
             raise ConfigError(
-                f"{option}: {module_name} has no attribute {name}", f"{suggestion}expected a name of that module"
+                f"{option}: {module_name} has no attribute {name}",
+                describe_name_clash(module_name) or f"{suggestion}expected a name of that module",
             )
         value = getattr(value, part)
     return value
+
+
+def import_user_module(name: str) -> ModuleType:
+    """Imports a module of the user's. His folders are the last ones that Python searches, so that no file in them
+    replaces a module of Python or of a package. They stay there if the module is in one of them: its functions may
+    import others when they are called.
+    """
+    added = [folder for folder in user_folders() if folder not in sys.path]
+    sys.path += added
+    file = ""
+    try:
+        module = importlib.import_module(name)
+        file = getattr(module, "__file__", None) or ""
+        return module
+    finally:
+        if not file.startswith(tuple(os.path.join(folder, "") for folder in added)):
+            sys.path[:] = [folder for folder in sys.path if folder not in added]
+
+
+def describe_name_clash(module_name: str) -> str:
+    """What to try if a module of the user has the name of one that Python finds first; else an empty string."""
+    first = module_name.partition(".")[0]
+    file = getattr(sys.modules.get(first), "__file__", None) or ""
+    for folder in user_folders():
+        for path in (Path(folder, f"{first}.py"), Path(folder, first, "__init__.py")):
+            if os.path.exists(file) and path.exists() and not path.samefile(file):
+                return f"try another name for {path}: Python finds {file} first"
+    return ""
 
 
 def call_without_arguments(function: Any, argument: str) -> Any:

@@ -19,6 +19,7 @@ from meshwright.base.checkpoint.listing import (
 from meshwright.base.checkpoint.manifest import Manifest
 from meshwright.base.config import RunConfig, load_config
 from meshwright.base.records.run_folder import RunFolder
+from meshwright.core.checkpoint.run_state import find_state_damage
 from meshwright.core.checkpoint.unsharded import compare_checkpoints, state_digest
 from meshwright.core.checkpoint.verify import find_damage
 from meshwright.errors import CheckpointError, ConfigError
@@ -93,7 +94,7 @@ def verify_rows(path: Path, step: int | None) -> list[dict[str, Any]]:
     """
     rows = []
     for entry in find_published(path, step):
-        damage = find_damage(entry)
+        damage = find_damage(entry) or find_state_damage(entry)
         if not (damage and entry.was_deleted):
             row = {"name": entry.name, "step": entry.step, "damage": [item.to_json() for item in damage]}
             rows.append(row | (base_of(entry.manifest) if entry.manifest is not None else {}))

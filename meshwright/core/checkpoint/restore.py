@@ -72,13 +72,15 @@ def restore(
     block_sizes: BlockSizes = BLOCK_SIZES,
     memory: PeerMemoryStore | None = None,
     on_incomplete: Callable[[int, str], None] = lambda _step, _reason: None,
+    find_state_damage: Callable[[Manifest, dict[str, Any]], list[Damage]] = lambda _manifest, _state: [],
 ) -> RestoreResult | None:
     """Load the newest intact checkpoint, or a newer snapshot in the `memory` of the hosts, into `state`, in place; None
     if the run has neither.
 
-    A checkpoint is verified before any tensor is overwritten. `validate` raises for the manifest of another run. A
-    damaged checkpoint is reported to `on_damaged` and skipped or, without `fallback`, ends the run. A damaged snapshot
-    is reported as well, and never ends the run; one that is not complete on the hosts that are left is not damaged.
+    A checkpoint is verified before any tensor is overwritten; `find_state_damage` verifies the values beside the
+    tensors, in the manifest and in the state of the owner. `validate` raises for the manifest of another run. A damaged
+    checkpoint is reported to `on_damaged` and skipped or, without `fallback`, ends the run. A damaged snapshot is
+    reported as well, and never ends the run; one that is not complete on the hosts that are left is not damaged.
     `owner` is the logical owner that this rank stands for.
     """
     start = time.monotonic()
@@ -98,6 +100,8 @@ def restore(
         damage = first_damage_on_any_rank(world, found)
         if damage is None:
             index, owner_state, found = gather_index(entry, world, owner)
+            assert entry.manifest is not None
+            found += find_state_damage(entry.manifest, owner_state)
             damage = first_damage_on_any_rank(world, found)
         if damage is None:
             assert entry.manifest is not None

@@ -32,7 +32,7 @@ def base_text(row: Mapping[str, Any]) -> str:
 
 
 def checkpoint_verify(run: Run, step: AtStep = None, json: Json = False) -> None:
-    """Checkpoint verify: check every byte of the published checkpoints against its digest; exit 4 if one is damaged."""
+    """Checkpoint verify: check the bytes of the published checkpoints, and what a resume reads; exit 4 for damage."""
     from meshwright.core.checkpoint.inspect import verify_rows
     from meshwright.core.checkpoint.verify import Damage
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
+from functools import cache
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
@@ -54,6 +57,27 @@ def open_encoder(source: SourceConfig, separator: int | None) -> Encoder:
 
     vocab = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0) + 1
     return Encoder(encode, find_end_of_document(source, tokenizer, separator), digest, vocab)
+
+
+@cache
+def tokenizing_code() -> str:
+    """A digest of all that decides which token ids a text gets, beside the settings: the code that reads, renders and
+    encodes it, Python, and the libraries that do the same.
+    """
+    folder = Path(__file__).parent
+    files = [Path(__file__), *(folder / "chat").glob("*.py"), *(folder / "prepare").glob("*.py")]
+    return content_digest(
+        *(file.read_bytes() for file in sorted(files)),
+        *(f"{name} {package_version(name)}" for name in ("tokenizers", "jinja2", "pyarrow")),
+        platform.python_version(),
+    )
+
+
+def package_version(name: str) -> str:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return ""
 
 
 def end_of_bytes(source: SourceConfig) -> int | None:

@@ -8,14 +8,13 @@ import secrets
 import select
 import signal
 import subprocess
-import sys
 import tempfile
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
 
 from meshwright.base.config import RunConfig, config_to_dict
-from meshwright.base.environment import forwarded_signal
+from meshwright.base.environment import forwarded_signal, start_python
 from meshwright.base.io import create_file
 from meshwright.base.records.failures import Failure, RanksFailed
 from meshwright.base.records.heartbeat import HeartbeatReading
@@ -104,8 +103,9 @@ class ForkServer:
             json.dump(job | {"parent": os.getpid()}, job_file)
             job_file.seek(0)
             files = (writer, job_file.fileno())
-            self._process = subprocess.Popen(
-                [sys.executable, "-m", self.module, *map(str, files)],
+            self._process = start_python(
+                self.module,
+                *map(str, files),
                 stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,

@@ -1,6 +1,6 @@
 """The fork server: a process that imports torch once, opens the data once, and forks the ranks of every attempt.
 
-It runs as `python -m meshwright.core.launch.fork_server_process RESULTS JOB`, with two file descriptors. The job is
+It runs as `python -P -m meshwright.core.launch.fork_server_process RESULTS JOB`, with two file descriptors. The job is
 read from JOB as JSON, and each attempt arrives as one line of JSON on standard input. The result of each attempt is
 written to RESULTS as one line of JSON. The parent process never imports torch.
 """

@@ -47,6 +47,8 @@ PEER_LOSS_GRACE = 10.0
 """Seconds that the ranks have to end by themselves after one of them reports that it lost a peer."""
 ROOT_CAUSE_GRACE = 2.0
 """Seconds that the other ranks have once the root cause is known; they can only wait for the failed rank."""
+SAFE_PATH, RANK_ONLY = "PYTHONSAFEPATH", "meshwright"
+"""The variable under which spawned ranks start, and its value if it is not the user's."""
 
 
 class Ranks:
@@ -126,7 +128,7 @@ class Ranks:
             process = context.Process(target=_rank_main, args=target_args, name=f"rank {rank}")
             self._processes[rank] = process
             self._pipes[rank] = reader
-            process.start()
+            start_safely(process) if isinstance(payload, str) else process.start()
             writer.close()
         self._guard = DescendantGuard([(f"{self._mark}-{rank}", p.pid) for rank, p in self._processes.items()])
 
@@ -249,6 +251,23 @@ class Ranks:
         return [self._values[rank] for rank in sorted(self._values)]
 
 
+def start_safely(process: Any) -> None:
+    """Starts a spawned rank. Its Python imports multiprocessing before it has the search path of this process, and must
+    not find one in the current folder.
+    """
+    os.environ.setdefault(SAFE_PATH, RANK_ONLY)
+    try:
+        process.start()
+    finally:
+        forget_safe_path()
+
+
+def forget_safe_path() -> None:
+    """Removes the variable of `start_safely`: a rank and what it starts have the environment of the user."""
+    if os.environ.get(SAFE_PATH) == RANK_ONLY:
+        del os.environ[SAFE_PATH]
+
+
 def cuda_started() -> bool:
     """Whether this process has initialized the CUDA driver, which does not survive a fork. `torch.cuda.is_initialized`
     only knows about torch's own initialization.
@@ -317,6 +336,7 @@ def _rank_main(
     # A forked rank must not finalize objects of its parent: to destroy a process group, torch waits for its threads,
     # which do not exist here.
     gc.freeze()
+    forget_safe_path()
     exit_with_parent(parent)
     lead_session(mark)
     for number in (signal.SIGINT, signal.SIGTERM):

@@ -319,7 +319,7 @@ def short_repr(value: Any) -> str:
 
 def code_fingerprint() -> str:
     """Returns a hash of this package's source: ranks that run different code must not train together."""
-    root = Path(__file__).parents[1]
+    root = Path(__file__).parents[2]
     digest = hashlib.sha256()
     for file in sorted(root.rglob("*.py")):
         digest.update(file.relative_to(root).as_posix().encode() + b"\0" + file.read_bytes())

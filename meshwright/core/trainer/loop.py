@@ -16,7 +16,6 @@ from meshwright.core.checkpoint.restore import restore
 from meshwright.core.checkpoint.saver import CheckpointMetadata, CheckpointSaver, SaveResult
 from meshwright.core.checkpoint.snapshots.schedule import SnapshotSchedule
 from meshwright.core.checkpoint.state import CheckpointState, collect_state, digest_parallel_parameters
-from meshwright.core.checkpoint.verify import Damage
 from meshwright.core.data.loader import Loader
 from meshwright.core.data.sample_lookup import build_stream
 from meshwright.core.data.source import ConcatenatedSource
@@ -227,10 +226,7 @@ class Training:
 
     def _restore(self) -> int:
         """Restores the newest intact checkpoint and returns its number of steps; without one, the job's first step."""
-
-        def report_damage(name: str, damage: list[Damage]) -> None:
-            self.log.write("damaged", checkpoint=name, damage=[item.to_json() for item in damage])
-
+        write = self.log.write
         restored = restore(
             self.store,
             self.world,
@@ -238,11 +234,14 @@ class Training:
             self.state(),
             self.resume.validate,
             fallback=self.job.fallback,
-            on_damaged=report_damage,
+            on_damaged=lambda name, damage: write(
+                "damaged", checkpoint=name, damage=[item.to_json() for item in damage]
+            ),
             owner=self.resume.owner,
             block_sizes=self.job.block_sizes,
             memory=self.snapshots.store,
             on_incomplete=self.snapshots.report_incomplete,
+            find_state_damage=self.resume.find_damage,
         )
         self.optimizer.after_restore(restored is not None)
         if restored is None:

@@ -13,7 +13,9 @@ from meshwright.base.config import Batch, RunConfig
 from meshwright.base.records.events import EventLog
 from meshwright.base.topology.axes import ALL_AXES
 from meshwright.base.topology.layout import Layout, stages_per_rank
+from meshwright.core.checkpoint.run_state import find_manifest_damage, find_owner_damage
 from meshwright.core.checkpoint.saver import CheckpointMetadata
+from meshwright.core.checkpoint.verify import Damage
 from meshwright.core.data.stream import Stream
 from meshwright.core.optim.schedule import ScheduleFunction, learning_rate
 from meshwright.core.parallel.data_parallel.rank_agreement import ModelUse
@@ -111,6 +113,13 @@ class ResumeState:
         if self.rollouts is not None:
             self.rollouts.restored = manifest.data
             self.rollouts.forked = manifest.timeline != self.lineage.timeline
+
+    def find_damage(self, manifest: Manifest, owner_state: dict[str, Any]) -> list[Damage]:
+        """What `apply` and `validate` would read, and is not there."""
+        damage = list(find_manifest_damage(manifest))
+        if len(manifest.rng) == self.layout.data_degree:
+            damage += find_owner_damage(f"the part of {self.owner}", owner_state)
+        return damage
 
     def validate(self, manifest: Manifest) -> None:
         """Raises an error, with both values, for a checkpoint of another run. A fork takes the tensors of an earlier

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import os
 import subprocess
-import sys
 from importlib.util import find_spec
 
 from meshwright.base.config import MetricsConfig
+from meshwright.base.environment import start_python
 from meshwright.base.records.run_folder import RunFolder
 from meshwright.core.recover.running_ranks import RunningRanks, StartAttempt
 from meshwright.core.recover.supervisor import warn
@@ -46,10 +46,10 @@ class RunExporter:
             "otlp": self._settings.otlp,
             "parent": os.getpid(),
         }
-        command = [sys.executable, "-m", "meshwright.insight.metrics.exporter_process", json.dumps(settings)]
         try:
-            self._process = subprocess.Popen(
-                command,
+            self._process = start_python(
+                "meshwright.insight.metrics.exporter_process",
+                json.dumps(settings),
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 start_new_session=True,  # Ctrl-C reaches the supervisor, which ends the exporter after the training

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from meshwright.base.config import RunConfig
+from meshwright.base.environment import python_command
 from meshwright.base.models.initial_model import load_run_config
 from meshwright.core.recover.hosts.hosts_policy import hosts_policy
 from meshwright.errors import ConfigError
@@ -54,7 +55,8 @@ class EngineJob:
 
     def train_command(self, python: str = sys.executable, run_file: str = "", run: str = "") -> list[str]:
         """The command of a host; `run_file` and `run` are their paths on that host, if these differ from here."""
-        command = [python, "-m", "meshwright", "train", run_file or str(self.run_file), "--run", run or str(self.run)]
+        arguments = "train", run_file or str(self.run_file), "--run", run or str(self.run)
+        command = python_command("meshwright", *arguments, python=python)
         return [*command, *([f"--launch.hosts={self.hosts}"] if self.hosts > 1 else []), *self.options]
 
 

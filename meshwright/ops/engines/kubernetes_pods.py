@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from meshwright.base.environment import python_command
 from meshwright.ops.engines.engine_job import EngineJob
 from meshwright.ops.engines.exit_codes import FAIL_CODES
 
@@ -105,12 +106,13 @@ def container(job: EngineJob, settings: PodSettings) -> dict[str, Any]:
     """The supervisor is process 1 of its container, so that Kubernetes' signals reach it."""
     run = f"{RUN_VOLUME}/{job.name}"
     limits = {"nvidia.com/gpu": str(job.gpus_per_host)} if job.gpus_per_host else {}
-    probe = ["-m", "meshwright.ops.engines.probe", run, "--limit", str(round(2 * job.config.launch.hang_timeout))]
+    starter = "meshwright.ops.engines.start_supervisor", f"{SECRET_FOLDER}/secret", run
+    probe = "meshwright.ops.engines.probe", run, "--limit", str(round(2 * job.config.launch.hang_timeout))
     value: dict[str, Any] = {
         "name": CONTAINER,
         "image": settings.image,
         "command": [
-            *(settings.python, "-m", "meshwright.ops.engines.start_supervisor", f"{SECRET_FOLDER}/secret", run),
+            *python_command(*starter, python=settings.python),
             *job.train_command(settings.python, f"{CONFIG_FOLDER}/run.toml", run),
         ],
         "env": [
@@ -130,7 +132,7 @@ def container(job: EngineJob, settings: PodSettings) -> dict[str, Any]:
         ],
         # The supervisor itself finds a rank that hangs; the probe finds a supervisor that does not.
         "livenessProbe": {
-            "exec": {"command": [settings.python, *probe]},
+            "exec": {"command": python_command(*probe, python=settings.python)},
             "initialDelaySeconds": 60,
             "periodSeconds": 30,
             "timeoutSeconds": 20,

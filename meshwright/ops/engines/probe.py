@@ -1,6 +1,6 @@
 """Liveness of the ranks of this host, for probes of an engine: exits with 1 if a rank makes no progress. Torch-free.
 
-`python -m meshwright.ops.engines.probe RUN --limit SECONDS` reads the heartbeats of the newest attempt. Ranks of
+`python -P -m meshwright.ops.engines.probe RUN --limit SECONDS` reads the heartbeats of the newest attempt. Ranks of
 other hosts do not count, nor does a host without ranks: a spare, or a supervisor between two attempts.
 """
 

@@ -102,7 +102,7 @@ def launch_ray(
         run_file, run, hosts=hosts, spares=spares, overrides=overrides, entry_points=entry_points, write=write
     )
     files = write_files(job.folder, {SCRIPT_NAME: ray_script(job, retries=retries, address=ray_address, python=python)})
-    command = (python, str(files[0]))
+    command = (python, "-P", str(files[0]))
     if write is not None:
         return LaunchedJob("ray", files, command)
     import_ray()

@@ -11,8 +11,6 @@ checkpoint. Every worker runs its rank in a child process, because a rank handle
 from __future__ import annotations
 
 import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +19,7 @@ import ray.train
 from ray.train.backend import Backend
 from ray.train.torch import TorchConfig, TorchTrainer
 
+from meshwright.base.environment import start_python
 from meshwright.base.parent_death import exit_with_parent
 from meshwright.base.records.events import read_events
 from meshwright.base.records.run_folder import RunFolder
@@ -68,22 +67,11 @@ def train_worker(settings: dict[str, Any]) -> None:
         "LOCAL_WORLD_SIZE": context.get_local_world_size(),
     }
     parent = os.getpid()
-    done = subprocess.run(
-        [
-            sys.executable,
-            "-m",
-            "meshwright",
-            "train",
-            settings["run_file"],
-            "--run",
-            settings["run"],
-            *settings["options"],
-        ],
-        env=os.environ | {name: str(value) for name, value in environment.items()},
-        preexec_fn=lambda: exit_with_parent(parent),
-    )
-    if done.returncode:
-        code = done.returncode if done.returncode > 0 else 128 - done.returncode
+    arguments = "train", settings["run_file"], "--run", settings["run"], *settings["options"]
+    variables = os.environ | {name: str(value) for name, value in environment.items()}
+    process = start_python("meshwright", *arguments, env=variables, preexec_fn=lambda: exit_with_parent(parent))
+    if code := process.wait():
+        code = code if code > 0 else 128 - code
         raise RuntimeError(
             f"rank {context.get_world_rank()} ended with exit code {code} ({MEANINGS.get(code, 'killed')})"
         )

@@ -32,7 +32,7 @@ trap 'rm -f "$MESHWRIGHT_JOB_SECRET_FILE"' EXIT
 trap : TERM
 
 (umask 077 && head -c 32 /dev/urandom | od -An -v -tx1 | tr -d ' \\n' > "$MESHWRIGHT_JOB_SECRET_FILE") || exit 1
-before=$("$python" -m meshwright.ops.engines.slurm_exit newest "$run") || exit 1
+before=$("$python" -P -m meshwright.ops.engines.slurm_exit newest "$run") || exit 1
 
 # One supervisor per node. A supervisor that ends does not end the others: they decide together.
 srun --ntasks-per-node=1 --cpus-per-task="${{SLURM_CPUS_PER_TASK:-1}}" --kill-on-bad-exit=0 --wait=0{no_kill} bash -c '
@@ -48,7 +48,7 @@ wait "$step"; last=$?
 [ "$last" = 127 ] || code=$last  # 127: its exit code is known already
 
 # Ends the job, or puts it back into the queue: {folder_text}/exits.jsonl says which and why.
-"$python" -m meshwright.ops.engines.slurm_exit decide "$run" --code "$code" --after "$before" \\
+"$python" -P -m meshwright.ops.engines.slurm_exit decide "$run" --code "$code" --after "$before" \\
   --record "$folder/exits.jsonl" --requeues {requeues} --blame-limit {blame_limit}
 """
 

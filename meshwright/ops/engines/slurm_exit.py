@@ -1,6 +1,6 @@
 """What a batch script of SLURM does when its supervisors have ended: ends the job, or returns it to the queue.
 
-`python -m meshwright.ops.engines.slurm_exit newest RUN` prints the newest attempt of a run, before the supervisors
+`python -P -m meshwright.ops.engines.slurm_exit newest RUN` prints the newest attempt of a run, before the supervisors
 start; `... decide RUN --code N --after ATTEMPT --record FILE` is the end of the script. Torch-free.
 """
 

@@ -1,6 +1,6 @@
 """Starts a supervisor with the secret of this start of its job, for an engine that keeps one secret for all of them.
 
-`python -m meshwright.ops.engines.start_supervisor SECRET_FILE RUN COMMAND...` becomes COMMAND. Supervisors with the
+`python -P -m meshwright.ops.engines.start_supervisor SECRET_FILE RUN COMMAND...` becomes COMMAND. Supervisors with the
 secret of a job that was stopped end at once, so that a host that comes late does not start it again. On Kubernetes a
 job that a drained node has stopped shall start again, in new pods that mount the same Secret. The secret of a start is
 therefore derived from it and from the newest attempt that was stopped, which all hosts read from the run folder.

@@ -11,6 +11,7 @@ from meshwright.base.config import RunConfig, identity, load_config
 from meshwright.base.history.run_history import RunHistory
 from meshwright.base.records.run_folder import RunFolder
 from meshwright.base.topology.layout import Layout
+from meshwright.core.checkpoint.run_state import find_state_damage
 from meshwright.core.checkpoint.verify import find_damage
 from meshwright.core.trainer.identity import describe_differences, read_identity
 from meshwright.errors import CheckpointError, ConfigError
@@ -56,7 +57,7 @@ class ReplaySource:
         """The newest intact checkpoint from which step `step` can be reached; None: the initial state."""
         self.require_step(step)
         for entry in self.checkpoints():
-            if entry.step <= step and entry.manifest is not None and not find_damage(entry):
+            if entry.step <= step and not (find_damage(entry) or find_state_damage(entry)):
                 return entry
         if self.fork_step or self.lineage.timeline > 1:
             raise CheckpointError(

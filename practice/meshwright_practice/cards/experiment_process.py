@@ -1,6 +1,6 @@
 """The server of `ExperimentRunner`: it imports torch once and forks a child per experiment, which it limits.
 
-It runs as `python -m meshwright_practice.cards.experiment_process RESULTS PARENT FOLDER`. Requests arrive
+It runs as `python -P -m meshwright_practice.cards.experiment_process RESULTS PARENT FOLDER`. Requests arrive
 as lines of JSON on standard input; events (start, progress, end) are written to the file descriptor RESULTS as lines of
 JSON.
 """

@@ -11,13 +11,13 @@ import os
 import secrets
 import select
 import subprocess
-import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
+from meshwright.base.environment import start_python
 from meshwright.base.io import finite
 from meshwright.base.scratch_folder import ScratchFolder, remove_stale_folders
 from meshwright.core.launch.descendants import MARK, end_descendants, with_mark
@@ -113,8 +113,11 @@ class ExperimentRunner:
         self._folder = ScratchFolder(FOLDER_PREFIX)
         self._reader, writer = os.pipe()
         self._buffer, self._mark = b"", secrets.token_hex(8)
-        self._process = subprocess.Popen(
-            [sys.executable, "-m", SERVER, str(writer), str(os.getpid()), str(self._folder.path)],
+        self._process = start_python(
+            SERVER,
+            str(writer),
+            str(os.getpid()),
+            str(self._folder.path),
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,

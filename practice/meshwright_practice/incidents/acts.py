@@ -7,13 +7,13 @@ import secrets
 import shutil
 import signal
 import subprocess
-import sys
 import time
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
 from meshwright.base.checkpoint.listing import list_published, open_run_store
+from meshwright.base.environment import start_python
 from meshwright.base.models.initial_model import load_run_config
 from meshwright.base.parent_death import exit_with_parent
 from meshwright.base.records.events import read_events
@@ -94,8 +94,8 @@ def train_on_hosts(act: TrainOnHosts, run: Path) -> None:
 
 def start_host(act: TrainOnHosts, run: Path, host: str, secret: str) -> subprocess.Popen[bytes]:
     names = {"MESHWRIGHT_JOB_SECRET": secret, "MESHWRIGHT_HOST_NAME": host, "MESHWRIGHT_HOST_ADDRESS": "127.0.0.1"}
-    command = [sys.executable, "-m", "meshwright", "train", "--run", str(run), *act.settings]
-    return subprocess.Popen(command, env=os.environ | names, preexec_fn=partial(exit_with_parent, os.getpid()))
+    command = "meshwright", "train", "--run", str(run), *act.settings
+    return start_python(*command, env=os.environ | names, preexec_fn=partial(exit_with_parent, os.getpid()))
 
 
 def wait_for(condition: Callable[[], bool], processes: dict[str, subprocess.Popen[bytes]]) -> None:

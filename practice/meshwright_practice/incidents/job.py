@@ -5,13 +5,12 @@ from __future__ import annotations
 import os
 import signal
 import subprocess
-import sys
 import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Literal
 
-import meshwright
+from meshwright.base.environment import start_python
 from meshwright.base.io import meshwright_home, read_json, write_json
 from meshwright.base.records.attempt_files import read_text
 from meshwright.base.records.heartbeat import process_start
@@ -84,15 +83,14 @@ def create_folder() -> Path:
 
 def start_job(folder: Path) -> JobState:
     """Starts the job of an incident in the background, detached from this terminal."""
-    root = str(Path(meshwright.__file__).parents[1])
-    paths = [root, *filter(None, [os.environ.get("PYTHONPATH")])]
     environment = {name: value for name, value in os.environ.items() if not name.startswith("MESHWRIGHT_FAULT")}
-    environment |= {"PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
-    environment["MESHWRIGHT_HOME"] = str(meshwright_home().absolute())  # the job runs in another folder
+    # The job runs in another folder.
+    environment |= {"OMP_NUM_THREADS": "1", "MESHWRIGHT_HOME": str(meshwright_home().absolute())}
     try:
         with open(folder / LOG_FILE, "xb") as log:
-            process = subprocess.Popen(
-                [sys.executable, "-P", "-m", MODULE, str(folder)],
+            process = start_python(
+                MODULE,
+                str(folder),
                 cwd=folder,
                 env=environment,
                 stdin=subprocess.DEVNULL,

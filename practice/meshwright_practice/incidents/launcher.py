@@ -1,4 +1,4 @@
-"""The process that runs the job of an incident in the background, within limits of time: `python -m ... FOLDER`."""
+"""The process that runs the job of an incident in the background, within limits of time: `python -P -m ... FOLDER`."""
 
 from __future__ import annotations
 

@@ -88,7 +88,7 @@ class Work:
         linecache.cache[path] = (len(self.source), None, self.source.splitlines(keepends=True), path)
         self.module.__file__ = path
         sys.modules[MODULE] = self.module
-        sys.path.insert(0, str(self.path.parent))  # a module of the user's next to the file
+        sys.path.append(str(self.path.parent))  # for a module of the user's next to the file; it replaces no other
         exec(compile(self.source, path, "exec"), vars(self.module))
 
     def _check_function(self, name: str, parameters: tuple[str, ...], signature: str) -> None:

@@ -43,8 +43,12 @@ def digest_at(step: int) -> str:
 
 
 def metadata_at(step: int) -> CheckpointMetadata:
-    shared_fields = {"data": {"next": step}, "rng": {"0": step}, "schedule": {"lr": 0.1}, "scaler": {}, "counters": {}}
-    return CheckpointMetadata(step, shared_fields, "0", {"noise": 0.30000000000000004})
+    """Values as a run saves them."""
+    position = {"step": step, "position": step, "epoch": 0, "next": [step]}
+    counters = {"bad_samples": 0, "skipped": 0, "in_a_row": 0, "loss": None, "evaluations": []}
+    shared_fields = {"data": position, "rng": {"data/0": step}, "schedule": {"lr": 0.1}, "scaler": {}}
+    noise = {"signal": 0.30000000000000004, "noise": 1.0}
+    return CheckpointMetadata(step, shared_fields | {"counters": counters}, "data/0", {"noise": noise})
 
 
 def saver_at(

@@ -286,7 +286,7 @@ def test_ranks_read_their_own_parts_and_share_the_check_of_coverage(run, monkeyp
     for world in ranks:
         index, owner_state, damage = gather_index(entry, world, owner="1")
         assert damage == []
-        assert owner_state == {"noise": 0.30000000000000004}
+        assert owner_state == {"noise": {"signal": 0.30000000000000004, "noise": 1.0}}
         for name in entry.manifest.tensors:
             assert index.regions(name) == entry.index.regions(name)
     duplicate(run)

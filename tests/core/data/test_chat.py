@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -94,6 +96,51 @@ def test_completion_is_followed_by_the_end_of_document():
     assert encode_chat(record, ChatTemplate(), tokenize_bytes, None) == ([*b"2+2=4"], [0, 0, 0, 0, 1])
 
 
+GROW = "{% set ns = namespace(x='ab,') %}{% for i in range(22) %}{% set ns.x = ns.x + ns.x %}{% endfor %}"
+WIDE = "{% set d = {" + ",".join(f"'{i}':1" for i in range(9999)) + "} %}"
+HOSTILE = [
+    "{{ 'a'.encode().zfill(6000000000)|length }}",
+    "{{ ('a'|attr('encode'))().hex() }}",
+    "{{ (['a']|map(attribute='encode')|first)() }}",
+    "{{ (1).to_bytes(6000000000, 'big')|length }}",
+    "{{ (1.5).hex() }}",
+    "{{ 'a'.maketrans({97: 'b'}) }}",
+    "{{ dict.fromkeys(range(100000), 1) }}",
+    "{% set ns = namespace(x=1) %}{% for i in range(99999) %}{% set ns.x = ns.x - (0 - ns.x) %}{% endfor %}",
+    "{% for i in range(9) %}" * 25 + "{% endfor %}" * 25,
+    "{{ a" + "|trim" * 300 + " }}",
+    "{{ " + "(" * 5000 + ")" * 5000 + " }}",
+    "{{ " + "not " * 20000 + "a }}",
+    "{{ " + "9" * 5000 + " }}",
+    "{% if a %}" * 101 + "{% endif %}" * 101,
+    "{{ a }}" * 50000,
+    GROW + "{% set y = ns.x.split(',') %}{{ y|length }}",
+    GROW + "{% set y = ns.x|list %}{{ y|length }}",
+    GROW + "{% for c in ns.x %}{% endfor %}",
+    GROW + "{{ ns.x.rfind('x' + ns.x[1:9000000]) }}",
+    GROW + "{{ ns.x.strip(ns.x[:9000000].replace(',', 'x')) }}",
+    GROW + "{% set z = namespace(x=[]) %}{% for i in range(40) %}{% set z.x = [z.x, ns.x[i:]] %}{% endfor %}",
+    "{% set x %}{% for i in range(4000) %}" + "\U0001f600" * 20000 + "{% endfor %}{% endset %}",
+    "{% macro m() %}{% for k in range(9999) %}{{ m(**kwargs) }}{% endfor %}{% endmacro %}" + WIDE + "{{ m(**d) }}",
+    "{% macro m() %}{{ kwargs|length }}{% endmacro %}" + WIDE + "{% for k in range(9999) %}{{ m(**d) }}{% endfor %}",
+    "{% for i in range(999) recursive %}{{ loop(range(99999)) if loop.depth < 5 }}{% endfor %}",
+]
+RENDER = """
+import json, resource, sys
+from meshwright.core.data.chat import sandbox
+from meshwright.core.data.chat.rendering import ChatTemplate
+resource.setrlimit(resource.RLIMIT_AS, (2 << 30, 2 << 30))
+sandbox.MAX_STEPS = 1 << 20
+for template in json.load(sys.stdin):
+    try:
+        ChatTemplate(template).render([{"role": "user", "content": "a"}])
+        print("rendered", template[-100:])
+    except ValueError as error:
+        if "Memory" in str(error):
+            print(error, template[-100:])
+"""
+
+
 @pytest.mark.parametrize(
     "template",
     [
@@ -134,6 +181,25 @@ def test_hostile_template_is_refused(template, monkeypatch):
         ChatTemplate(template).render(CHAT)
 
 
+def test_no_template_takes_more_than_two_gigabytes():
+    command = [sys.executable, "-c", RENDER]
+    done = subprocess.run(command, input=json.dumps(HOSTILE), capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == ""
+
+
+@pytest.mark.parametrize("template", ["{{ 'a'.encode() }}", "{{ 3.to_bytes(9) }}", "{{ range(9).start + messages }}"])
+def test_refused_template_is_one_line_with_template_and_next_move_and_exit_code_2(template, tmp_path):
+    (tmp_path / "own.jinja").write_text(template)
+    path = write_chats(tmp_path / "chats.jsonl", [turn("a", "b"), turn("c", "d")])
+    with pytest.raises(ConfigError, match=r"own\.jinja.*; try ") as raised:
+        open_sources(chat_config(path, 64, chat_template=str(tmp_path / "own.jinja")), 256, None)
+    assert "\n" not in str(raised.value)
+    assert raised.value.exit_code == 2
+    if ".encode" in template:
+        assert "line 1 cannot be decoded: access to attribute 'encode' of 'str' object is unsafe" in str(raised.value)
+
+
 def test_long_chat_that_is_rendered_by_prefixes_is_refused(monkeypatch):
     monkeypatch.setattr(sandbox, "MAX_STEPS", 1 << 18)
     chat = CHAT[1:] * 100
@@ -157,7 +223,9 @@ MISTRAL = """{%- set ns = namespace(n=0) %}{%- set loop_messages = messages[1:] 
 {%- if (m['role'] == 'user') != (ns.n % 2 == 0) %}{{- raise_exception('roles must alternate') }}{%- endif %}
 {%- set ns.n = ns.n + 1 %}{%- if m.role == 'user' and loop.last %}{{- 'x' }}{%- endif %}
 {{- '[INST] ' ~ m.content ~ '[/INST]' if m.role == 'user' else ' ' ~ m.content.strip().split('</think>')[-1] }}
-{%- endfor %}{{- {'a': [1, messages | length]} | tojson }}{{- ', '.join(['a', 'b']) }}"""
+{%- endfor %}{{- {'a': [1, messages | length]} | tojson }}{{- ', '.join(['a', 'b']) }}
+{%- for m in messages %}{{ m.content.replace('T', 't').upper().split(sep='W')[0] ~ '-'.join([m.role, m.get('x', '')]) }}
+{%- if loop.previtem is defined and m.content.endswith('?') %}{{ loop.cycle('a', 'b') }}{% endif %}{% endfor %}"""
 
 
 @pytest.mark.parametrize("template", [LLAMA3, GEMMA, MISTRAL])
@@ -220,7 +288,7 @@ def test_template_comes_from_the_setting_or_from_beside_the_tokenizer(tmp_path):
     own = SourceConfig(kind="chat", path="-", tokenizer=source.tokenizer, chat_template=str(tmp_path / "own.jinja"))
     assert open_chat_encoder(own, None).template.render(CHAT)[0] == "Be brief."
     missing = SourceConfig(kind="chat", path="-", chat_template=str(tmp_path / "none.jinja"))
-    with pytest.raises(DataError, match=r"none\.jinja"):
+    with pytest.raises(ConfigError, match=r"none\.jinja"):
         open_chat_encoder(missing, None)
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import multiprocessing
 import os
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +15,9 @@ from tokenizers.pre_tokenizers import Whitespace
 from tokenizers.processors import TemplateProcessing
 
 from meshwright.base.config import DataConfig, SourceConfig
+from meshwright.core.data import tokenization
 from meshwright.core.data.file_sources import open_sources
+from meshwright.core.data.prepare import cached_tokens
 from meshwright.core.data.prepare.cached_tokens import file_digest
 from meshwright.errors import DataError
 
@@ -116,6 +119,27 @@ def test_data_tokenizer_is_the_default_of_every_source_of_a_mixture(tmp_path):
     assert explicit.ids.tolist() == [1, 2, 3, 7, 4, 1, 5, 7]
     byte_level, _ = open_sources(DataConfig(sequence=4, mixture=mixture), 256, None)
     assert byte_level.fingerprint() != default.fingerprint()  # the identity of a run covers the tokenizer
+
+
+def test_cache_of_other_code_or_packages_is_not_used(tmp_path, cache, monkeypatch):
+    (tmp_path / "t").write_text("the cat sat\non the mat\n")
+    settings = {"kind": "text", "path": str(tmp_path / "t")}
+    settings["tokenizer"] = save_tokenizer(tmp_path / "tokenizer.json", "</s>")
+    current = tokenization.tokenizing_code()
+    assert len({current, code_with(monkeypatch, chat=b"#"), code_with(monkeypatch, tokenizers="0")}) == 3
+    open_one(vocab=7, **settings)
+    monkeypatch.setattr(cached_tokens, "tokenizing_code", lambda: "another")
+    open_one(vocab=7, **settings)
+    assert len(list(cache.glob("*/tokens-00000.bin"))) == 2
+
+
+def code_with(monkeypatch, chat=b"", tokenizers=""):
+    """The digest for another source file of chat/, or another version of the tokenizers package."""
+    read, version = Path.read_bytes, tokenization.version
+    with monkeypatch.context() as patch:
+        patch.setattr(Path, "read_bytes", lambda file: read(file) + (chat if file.name == "sandbox.py" else b""))
+        patch.setattr(tokenization, "version", lambda name: tokenizers or version(name))
+        return tokenization.tokenizing_code.__wrapped__()
 
 
 @pytest.mark.parametrize("kind", ["text", "jsonl"])

@@ -23,6 +23,7 @@ from meshwright.core.launch.ranks import Ranks
 from meshwright.core.launch.rendezvous import RendezvousInfo, join_process_group, leave_process_group
 from meshwright.errors import ConfigError, DataError, IdentityError, PeerError
 from meshwright.testing import run_ranks
+from tests.kit.hostile_folder import fill_hostile_folder, imported
 
 SHORT = LaunchConfig(rendezvous_timeout=3.0, collective_timeout=30.0, device="cpu")
 
@@ -318,8 +319,11 @@ GUARD train(config, run="r", quiet=True)
     ],
 )
 def test_ranks_are_spawned_after_cuda_initialization_and_an_unguarded_script_is_refused(tmp_path, guard, code, message):
-    (tmp_path / "script.py").write_text(SPAWNED.replace("GUARD", guard))
-    done = subprocess.run([sys.executable, "script.py"], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    script = tmp_path / "script.py"
+    script.write_text(SPAWNED.replace("GUARD", guard))
+    current = fill_hostile_folder(tmp_path / "current")
+    done = subprocess.run([sys.executable, str(script)], cwd=current, capture_output=True, text=True, timeout=120)
+    assert imported(current) == ""
     assert done.returncode == code, done.stderr
     assert message in done.stderr
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import json
 import re
+from pathlib import Path
 
 import pytest
 
@@ -13,7 +14,12 @@ from meshwright.base.records.events import read_events
 from meshwright.base.records.run_folder import RunFolder
 from meshwright.base.terminal.terminal import Terminal
 from meshwright.core.optim.schedule import learning_rate
-from meshwright.core.trainer.identity import check_run_folder, describe_differences, write_run_folder
+from meshwright.core.trainer.identity import (
+    check_run_folder,
+    code_fingerprint,
+    describe_differences,
+    write_run_folder,
+)
 from meshwright.errors import ConfigError, IdentityError, MeshwrightError
 
 
@@ -214,3 +220,11 @@ def test_run_folder_on_a_full_disk_is_one_line(tmp_path, monkeypatch, small):
     monkeypatch.setattr("meshwright.core.trainer.identity.atomic_write", full_disk)
     with pytest.raises(ConfigError, match="cannot be written: No space left on device"):
         write_run_folder(RunFolder(tmp_path), small(), {})
+
+
+def test_fingerprint_of_the_code_covers_every_area(monkeypatch):
+    before, read = code_fingerprint(), Path.read_bytes
+    for area in ("base", "core", "rl"):
+        part = f"meshwright/{area}/"
+        monkeypatch.setattr(Path, "read_bytes", lambda file, part=part: read(file) + b"#" * (part in str(file)))
+        assert code_fingerprint() != before

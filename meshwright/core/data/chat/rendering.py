@@ -10,15 +10,16 @@ from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
-from jinja2 import Environment, TemplateError, nodes
+from jinja2 import Environment, nodes
+from jinja2.exceptions import SecurityError
 from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.runtime import Macro
 
-from meshwright.core.data.chat.sandbox import MAX_TEXT, BoundedSandbox
+from meshwright.core.data.chat.sandbox import BoundedSandbox, LimitExceeded, bounded
 
-MAX_TEMPLATE_BYTES = 1 << 20
-"""Size limit of a template."""
+MAX_TEMPLATE_BYTES = 128 << 10
+"""Size limit of a template: Python takes up to 4 KiB for a byte of it while it is compiled."""
 ASSISTANT = "assistant"
 
 Span = tuple[int, int]
@@ -63,21 +64,32 @@ class GenerationBlocks(Extension):
         return text
 
 
+class RefusedTemplate(ValueError):
+    """The template does what no template may; `hint` says what to do. The message names it and the limit."""
+
+    def __init__(self, message: str, hint: str) -> None:
+        super().__init__(message)
+        self.hint = hint
+
+
 class ChatTemplate:
-    """A chat template; `special` are the special tokens that it may name, such as `bos_token`. ValueError is raised for
-    a template that cannot be compiled, and for a chat that it refuses.
+    """A chat template; `special` are the special tokens that it may name, such as `bos_token`, and `name` is for
+    messages. ValueError is raised for a template that cannot be compiled, and for a chat that it refuses.
     """
 
-    def __init__(self, source: str = DEFAULT_TEMPLATE, special: Mapping[str, str] | None = None) -> None:
-        self.source, self.special = source, dict(special or {})
+    def __init__(
+        self, source: str = DEFAULT_TEMPLATE, special: Mapping[str, str] | None = None, name: str = "ChatML"
+    ) -> None:
+        self.source, self.special, self.name = source, dict(special or {}), name
         self.environment = BoundedSandbox([GenerationBlocks])
         self.blocks: GenerationBlocks = self.environment.generation  # type: ignore[attr-defined]
         if len(source.encode(errors="replace")) > MAX_TEMPLATE_BYTES:
             raise ValueError(f"the template has more than {MAX_TEMPLATE_BYTES:,} bytes")
         try:
             self.template = self.environment.from_string(source)
-        except (TemplateError, RecursionError) as error:
-            raise ValueError(f"the template cannot be compiled: {error}") from None
+        except Exception as error:  # noqa: BLE001  Python may refuse the code that Jinja makes of a template
+            reason = " ".join(str(error).split())[:200] or type(error).__name__
+            raise ValueError(f"the template cannot be compiled: {reason}") from None
 
     @cached_property
     def marks_generation(self) -> bool:
@@ -94,15 +106,16 @@ class ChatTemplate:
     def _render(self, messages: Messages, prompt: bool = False) -> tuple[str, list[Span]]:
         parts: list[str] = []
         self.blocks.length, self.blocks.spans = 0, []
+        self.environment.start_rendering()
         values = {"messages": messages, "add_generation_prompt": prompt} | self.special
         try:
             for part in self.template.generate(values):
                 parts.append(part)
                 self.blocks.length += len(part)
-                if self.blocks.length > MAX_TEXT:
-                    raise ValueError(f"the template renders more than {MAX_TEXT:,} characters")
-        except ValueError:
-            raise
+                bounded(self.blocks.length)
+        except (LimitExceeded, SecurityError) as error:
+            hint = error.hint if isinstance(error, LimitExceeded) else "try another data.chat_template"
+            raise RefusedTemplate(f"{str(error).rstrip('.')} (chat template {self.name})", hint) from None
         except Exception as error:  # noqa: BLE001  a template may raise anything
             raise ValueError(f"the template fails: {type(error).__name__}: {str(error)[:200]}") from None
         return "".join(parts), self.blocks.spans

@@ -1,7 +1,8 @@
 """The environment in which an untrusted chat template runs: bounded work, bounded values, no clock and no chance.
 
-Every operation of a template pays for the values that it reads and makes; a record whose template has spent its budget
-is refused. What could make a large value of a small one is not available, or its result is bounded before it exists.
+Every operation of a template pays for the values that it reads, and what it makes is counted; a record whose template
+has spent its budget is refused. What could make a large value of a small one is not available, or its result is bounded
+before it exists. Objects have no other methods than those in `METHODS`: bytes, for example, are out of reach.
 Torch-free.
 """
 
@@ -15,7 +16,7 @@ from typing import Any, Never, cast
 from jinja2 import TemplateError, Undefined, nodes
 from jinja2.compiler import CodeGenerator, Frame
 from jinja2.ext import loopcontrols
-from jinja2.runtime import Macro
+from jinja2.runtime import LoopContext, Macro
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 
@@ -23,59 +24,60 @@ MAX_TEXT = 16 << 20
 """Characters of a text, and elements of a list."""
 MAX_STEPS = 4 << 20
 """Steps of a template per record."""
+MAX_MADE = 64 << 20
+"""Characters that one rendering makes, each of which takes up to 4 bytes."""
+ELEMENT = 16
+"""Characters that count for an element of a list: its object takes about 64 bytes."""
 STEP_CHARACTERS = 64
 """Characters of a text that are read or written in one step."""
+STEP_COMPARISONS = 512
+"""Characters of a text that are compared in one step."""
 MAX_BITS = 64
 """Bits of an integer."""
-FILTERS = frozenset(
-    [
-        "abs",
-        "capitalize",
-        "count",
-        "d",
-        "default",
-        "dictsort",
-        "e",
-        "escape",
-        "first",
-        "float",
-        "groupby",
-        "int",
-        "items",
-        "join",
-        "last",
-        "length",
-        "list",
-        "lower",
-        "map",
-        "max",
-        "min",
-        "reject",
-        "rejectattr",
-        "replace",
-        "reverse",
-        "safe",
-        "select",
-        "selectattr",
-        "sort",
-        "string",
-        "title",
-        "tojson",
-        "trim",
-        "truncate",
-        "unique",
-        "upper",
-        "wordcount",
-    ]
+
+
+def names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+FILTERS = names(
+    "abs capitalize count d default dictsort e escape first float groupby int items join last length list lower map"
+    " max min reject rejectattr replace reverse safe select selectattr sort string title tojson trim truncate unique"
+    " upper wordcount"
 )
-FREE_FILTERS = frozenset(("count", "d", "default", "first", "last", "length"))
+FREE_FILTERS = names("count d default first last length")
 """Filters whose work does not depend on the size of their values."""
-COMPARISONS = frozenset(
-    ["eq", "equalto", "==", "ne", "!=", "lt", "lessthan", "<", "le", "<=", "gt", "greaterthan", ">", "ge", ">=", "in"]
+ITERATING_FILTERS = names(
+    "dictsort groupby items list map max min reject rejectattr reverse select selectattr sort title unique wordcount"
 )
-UNBOUNDED_METHODS = frozenset(["center", "expandtabs", "format", "format_map", "ljust", "rjust", "translate", "zfill"])
+"""Filters that make an object per character of a text."""
+PAID_TESTS = names("eq equalto == ne != lt lessthan < le <= gt greaterthan > ge >= in lower upper")
+SEARCHES = names("count find index lstrip partition replace rfind rindex rpartition rsplit rstrip split strip")
+"""Methods of a text that compare it with an argument at every position."""
+TEXT_METHODS = SEARCHES | names(
+    "capitalize casefold endswith isalnum isalpha isascii isdecimal isdigit isidentifier islower isnumeric isprintable"
+    " isspace istitle isupper join lower removeprefix removesuffix splitlines startswith swapcase title upper"
+)
+LOOP = names("changed cycle depth depth0 first index index0 last length nextitem previtem revindex revindex0")
+METHODS: tuple[tuple[Any, frozenset[str]], ...] = (
+    (str, TEXT_METHODS),
+    (dict, names("get items keys values")),
+    ((list, tuple), names("count index")),
+    (LoopContext, LOOP),
+)
+"""(class, the attributes that a template can read); a namespace has those that the template sets."""
 SEQUENCES: tuple[Any, ...] = (list, tuple, KeysView, ValuesView, ItemsView)
-GLOBALS = frozenset(("dict", "namespace", "range"))
+CONTAINERS: tuple[Any, ...] = (*SEQUENCES, dict)
+GLOBALS = names("dict namespace range")
+LINE_ENDS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
+
+
+class LimitExceeded(TemplateError):
+    """The template has reached a limit; `hint` says what to do."""
+
+    def __init__(self, message: str, hint: str = "try a shorter chat, or another data.chat_template") -> None:
+        super().__init__(message)
+        self.hint = hint
 
 
 class BoundedCode(CodeGenerator):
@@ -99,22 +101,24 @@ class BoundedCode(CodeGenerator):
         super().visit_Compare(node, frame)
 
     def visit_Getitem(self, node: nodes.Getitem, frame: Frame) -> None:
-        if isinstance(node.arg, nodes.Slice):
-            node.node = call("read_slice", [node.node], node)
+        if not isinstance(node.arg, nodes.Slice):
+            return super().visit_Getitem(node, frame)
+        self.write("environment.sliced(")
         super().visit_Getitem(node, frame)
+        self.write(")")
 
     def visit_List(self, node: nodes.List, frame: Frame) -> None:
-        self.write("environment.read(")
+        self.write("environment.made(")
         super().visit_List(node, frame)
         self.write(")")
 
     def visit_Tuple(self, node: nodes.Tuple, frame: Frame) -> None:
-        self.write("environment.read(" if node.ctx == "load" else "(")
+        self.write("environment.made(" if node.ctx == "load" else "(")
         super().visit_Tuple(node, frame)
         self.write(")")
 
     def visit_Dict(self, node: nodes.Dict, frame: Frame) -> None:
-        self.write("environment.read(")
+        self.write("environment.made(")
         super().visit_Dict(node, frame)
         self.write(")")
 
@@ -124,53 +128,96 @@ def call(method: str, arguments: list[Any], origin: nodes.Node) -> nodes.Call:
 
 
 class BoundedSandbox(ImmutableSandboxedEnvironment):
-    """Jinja's sandbox with a budget of steps, which `start` renews."""
+    """Jinja's sandbox with a budget of steps for a record, which `start` renews, and one of characters for each of its
+    renderings, which `start_rendering` renews.
+    """
 
     code_generator_class = BoundedCode
-    intercepted_binops = frozenset(("+", "*", "**", "%"))
+    intercepted_binops = frozenset(("+", "-", "*", "/", "//", "**", "%"))
 
     def __init__(self, extensions: list[Any]) -> None:
         super().__init__(
             trim_blocks=True,
             lstrip_blocks=True,
             optimized=False,
-            finalize=self.read,
+            finalize=self.write,
             extensions=[*extensions, loopcontrols],
         )
-        self.steps = 0
+        self.steps = self.room = 0
         own: dict[str, Callable[..., Any]] = {
             "tojson": to_json,
             "replace": self.replace_text,
             "join": self.join_text,
+            "trim": self.trim_text,
         }
         filters: dict[str, Callable[..., Any]] = {name: own.get(name, self.filters[name]) for name in FILTERS}
         self.filters = {
-            name: function if name in FREE_FILTERS else self.paid(function) for name, function in filters.items()
+            name: function if name in FREE_FILTERS else self.paid(function, name in ITERATING_FILTERS)
+            for name, function in filters.items()
         }
-        self.tests |= {name: self.paid(cast("Callable[..., Any]", self.tests[name])) for name in COMPARISONS}
+        self.tests |= {name: self.paid(cast("Callable[..., Any]", self.tests[name])) for name in PAID_TESTS}
         self.globals = {name: self.globals[name] for name in GLOBALS}
         self.globals["raise_exception"] = raise_exception
 
     def start(self) -> None:
         self.steps = MAX_STEPS
 
+    def start_rendering(self) -> None:
+        self.room = MAX_MADE
+
     def pay(self, steps: int) -> None:
         self.steps -= steps
         if self.steps < 0:
-            raise TemplateError(
-                f"it takes more than {MAX_STEPS:,} steps for one record; shorten the chat, or mark the answers by "
-                "{% generation %} blocks, so that it is rendered once"
+            raise LimitExceeded(
+                f"it takes more than {MAX_STEPS:,} steps for one record",
+                "try a shorter chat, or {% generation %} blocks around the answers, so that it is rendered once",
             )
 
+    def take(self, characters: int) -> None:
+        """Counts what is made."""
+        self.room -= characters
+        if self.room < 0:
+            raise LimitExceeded(f"it makes more than {MAX_MADE:,} characters")
+
     def read(self, value: Any) -> Any:
-        """The value, after its contents are paid for. A function has no text that is the same in every process."""
-        pending = [value]
+        """The value, after its contents are paid for."""
+        self.measure(value)
+        return value
+
+    def write(self, value: Any) -> Any:
+        """The value, after its text is counted."""
+        self.take(self.measure(value))
+        return value
+
+    def made(self, value: Any) -> Any:
+        """A new value, after it is paid for and counted; what it contains, other than texts, is not new."""
+        self.measure(value)
+        if isinstance(value, str):
+            self.take(len(value))
+        elif isinstance(value, CONTAINERS):
+            self.take(sum(ELEMENT + (len(item) if isinstance(item, str) else 0) for item in value))
+        return value
+
+    def sliced(self, value: Any) -> Any:
+        """A slice, which is a copy."""
+        if isinstance(value, str | list | tuple):
+            self.pay(len(value) // STEP_CHARACTERS)
+            self.take(len(value) * (1 if isinstance(value, str) else ELEMENT))
+        return value
+
+    def measure(self, value: Any) -> int:
+        """The characters of a value with all that it contains, which are paid for. A function has no text that is the
+        same in every process.
+        """
+        pending, total = [value], 0
         while pending:
             item = pending.pop()
             if isinstance(item, str):
-                self.pay(1 + bounded(len(item)) // STEP_CHARACTERS)
+                total = bounded(total + len(item))
+                self.pay(1 + len(item) // STEP_CHARACTERS)
                 continue
             self.pay(1)
+            total += ELEMENT
             if isinstance(item, int):
                 bounded_integer(item)
             elif isinstance(item, SEQUENCES):
@@ -181,46 +228,59 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
             elif isinstance(item, Namespace):
                 pending.extend(item._Namespace__attrs.values())
             elif callable(item) and not isinstance(item, Undefined):
-                raise TemplateError("a function is no value in a template")
-        return value
-
-    def read_slice(self, value: Any) -> Any:
-        if hasattr(value, "__len__"):
-            self.pay(len(value) // STEP_CHARACTERS)
-        return value
+                raise LimitExceeded("a function is no value in a template")
+        return total
 
     def read_items(self, value: Any) -> list[Any]:
         """The items of a loop."""
+        size = len(value) if hasattr(value, "__len__") else 0
+        self.pay(size)  # before there is an object for each of them
         items = list(value)
-        self.pay(len(items))
+        self.pay(len(items) - size)
+        self.take(ELEMENT * len(items))
         return items
 
     def concatenate(self, *values: Any) -> str:
         texts = [str(self.read(value)) for value in values]
-        bounded(sum(map(len, texts)))
+        self.take(bounded(sum(map(len, texts))))
         return "".join(texts)
 
     def replace_text(self, value: Any, old: Any, new: Any, count: int | None = None) -> str:
         text, old, new = str(value), str(old), str(new)
         limit = -1 if count is None else count
+        self.pay_search(text, old)
         found = text.count(old) if limit < 0 else min(text.count(old), limit)
         bounded(len(text) + found * len(new))
         return text.replace(old, new, limit)
 
     def join_text(self, value: Any, separator: Any = "", attribute: Any = None) -> str:
-        items = list(value) if attribute is None else [self.getitem(item, attribute) for item in value]
+        items = self.read_items(value)
+        items = items if attribute is None else [self.getitem(item, attribute) for item in items]
         texts, between = [str(self.read(item)) for item in items], str(separator)
         bounded(sum(map(len, texts)) + len(between) * len(texts))
         return between.join(texts)
 
-    def paid(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def trim_text(self, value: Any, chars: str | None = None) -> str:
+        text = str(value)
+        self.pay_search(text, chars)
+        return text.strip(chars)
+
+    def pay_search(self, text: str, *arguments: Any) -> None:
+        """Pays for the worst case of a search, in which every argument is compared at every position."""
+        for argument in arguments:
+            if isinstance(argument, str):
+                self.pay(len(text) * len(argument) // STEP_COMPARISONS)
+
+    def paid(self, function: Callable[..., Any], iterates: bool = False) -> Callable[..., Any]:
         """The function, which pays for its arguments and its result; an iterator is replaced by its items."""
 
         @wraps(function)
         def wrapper(*arguments: Any, **named: Any) -> Any:
             self.read([*arguments, *named.values()])
+            if iterates:
+                self.pay(sum(len(item) for item in arguments if isinstance(item, str)))
             result = function(*arguments, **named)
-            return self.read(self.read_items(result) if isinstance(result, Iterator) else result)
+            return self.made(self.read_items(result) if isinstance(result, Iterator) else result)
 
         return wrapper
 
@@ -228,43 +288,61 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
         """The methods are not available: a format makes a long text of a short one."""
 
     def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
-        if isinstance(obj, str) and attr in UNBOUNDED_METHODS:
-            return False
-        return super().is_safe_attribute(obj, attr, value)
+        allowed = next((methods for kind, methods in METHODS if isinstance(obj, kind)), frozenset())
+        return (attr in allowed or isinstance(obj, Namespace)) and super().is_safe_attribute(obj, attr, value)
 
     def call(__self, __context: Any, __obj: Any, *args: Any, **kwargs: Any) -> Any:
-        __self.pay(1)
+        for name in ("_loop_vars", "_block_vars"):  # Jinja passes them to functions of its own
+            kwargs.pop(name, None)
+        __self.pay(1 + len(args) + len(kwargs))
+        __self.take(ELEMENT * (len(args) + len(kwargs)))
         if isinstance(__obj, Macro) or getattr(__obj, "__self__", None) is __self:
             return super().call(__context, __obj, *args, **kwargs)
         if "caller" not in kwargs:
             __self.read([*args, *kwargs.values()])
-        value = __self.read_slice(getattr(__obj, "__self__", None))
-        if not isinstance(value, str):
-            return super().call(__context, __obj, *args, **kwargs)
-        if __obj.__name__ == "replace":
-            return __self.read(__self.replace_text(value, *args, **kwargs))
-        if __obj.__name__ == "join":
-            return __self.join_text(args[0], value)
-        return __self.read(super().call(__context, __obj, *args, **kwargs))
+        if isinstance(__obj, LoopContext) and args:
+            args = (__self.read_items(args[0]), *args[1:])
+        value = getattr(__obj, "__self__", None)
+        if isinstance(value, str):
+            return __self.call_text(__obj.__name__, value, *args, **kwargs)
+        if isinstance(value, list | tuple | dict):
+            __self.pay(len(value) // STEP_CHARACTERS)
+        return super().call(__context, __obj, *args, **kwargs)
+
+    def call_text(self, method: str, text: str, *args: Any, **kwargs: Any) -> Any:
+        """Calls a method of a text, after its work and the objects that it makes are paid for."""
+        self.pay(len(text) // STEP_CHARACTERS)
+        if method == "replace":
+            return self.made(self.replace_text(text, *args, **kwargs))
+        if method == "join":
+            return self.made(self.join_text(args[0], text))
+        if method in SEARCHES:
+            self.pay_search(text, *args, *kwargs.values())
+        if method in ("split", "rsplit"):
+            separator = args[0] if args else kwargs.get("sep")
+            self.pay(text.count(separator) if isinstance(separator, str) else len(text) // 2)
+        elif method == "splitlines":
+            self.pay(sum(map(text.count, LINE_ENDS)))
+        return self.made(getattr(text, method)(*args, **kwargs))
 
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         numbers = isinstance(left, int | float) and isinstance(right, int | float)
         if operator == "**" or (operator != "+" and not numbers):
-            raise TemplateError(f"the operator {operator} is not available for {type(left).__name__} in a template")
+            raise LimitExceeded(f"the operator {operator} is not available for {type(left).__name__} in a template")
         if isinstance(left, str | list | tuple) and isinstance(right, str | list | tuple):
             bounded(len(left) + len(right))
-        return self.read(super().call_binop(context, operator, left, right))
+        return self.made(super().call_binop(context, operator, left, right))
 
 
 def bounded(length: int) -> int:
     if length > MAX_TEXT:
-        raise TemplateError(f"a value in the template has more than {MAX_TEXT:,} characters or elements")
+        raise LimitExceeded(f"a value in the template has more than {MAX_TEXT:,} characters or elements")
     return length
 
 
 def bounded_integer(number: int) -> None:
     if number.bit_length() > MAX_BITS:
-        raise TemplateError(f"an integer in the template has more than {MAX_BITS} bits")
+        raise LimitExceeded(f"an integer in the template has more than {MAX_BITS} bits")
 
 
 def raise_exception(message: object) -> None:

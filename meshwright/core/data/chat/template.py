@@ -136,12 +136,13 @@ def open_template(source: SourceConfig) -> ChatTemplate:
     try:
         if source.chat_template or (source.tokenizer and file.exists()):
             raw = read_regular_file(file, MAX_TEMPLATE_BYTES, f"chat template {file}", "a template in Jinja")
-            return ChatTemplate(raw.decode(), special)
+            return ChatTemplate(raw.decode(), special, str(file))
         file = beside / "tokenizer_config.json"
-        return ChatTemplate(named_template(settings.get("chat_template")) or DEFAULT_TEMPLATE, special)
+        named = named_template(settings.get("chat_template"))
+        return ChatTemplate(named, special, str(file)) if named else ChatTemplate(DEFAULT_TEMPLATE, special)
     except (ValueError, ConfigError) as error:
         reason = error.message if isinstance(error, ConfigError) else error
-        raise DataError(f"chat template {file} cannot be used: {reason}", "try another data.chat_template") from None
+        raise ConfigError(f"chat template {file} cannot be used: {reason}", "try another data.chat_template") from None
 
 
 def read_tokenizer_config(file: Path) -> dict[str, Any]:

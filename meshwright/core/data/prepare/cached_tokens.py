@@ -16,6 +16,7 @@ from meshwright.core.data.shard_files import cache_folder
 from meshwright.core.data.shards import INDEX, TokenShards, shard_file
 from meshwright.core.data.source import content_digest
 from meshwright.core.data.token_files import MAX_FULL_SCAN_BYTES, map_file, scan_blocks
+from meshwright.core.data.tokenization import tokenizing_code
 from meshwright.errors import DataError
 
 HINT = 'try to correct the line, or set data.on_bad_sample = "quarantine" and a budget'
@@ -32,8 +33,8 @@ def tokenize_files(
 ) -> tuple[NDArray[Any], Path, list[str]]:
     """The token ids of text or JSONL files, the cache file that they are mapped from, and notes for the user.
 
-    The cache key is a digest of the content, the tokenizer and the settings that change the ids. A cache file that is
-    damaged is written again.
+    The cache key is a digest of the content, the tokenizer, the settings and the code that decide the ids. A cache file
+    that is damaged is written again.
     """
     folder, notes = prepare_cached(source, files, skip_budget, separator)
     return TokenShards(folder).map("tokens", 0), folder / shard_file("tokens", 0), notes
@@ -51,7 +52,7 @@ def prepare_cached(
     encoder = preparation.encoder if preparation.chat is None else preparation.chat
     end = preparation.encoder.end_of_document
     folder = cache_folder() / content_digest(
-        source.kind, field, encoder.digest, end, skip_budget, *map(file_digest, files)
+        tokenizing_code(), source.kind, field, encoder.digest, end, skip_budget, *map(file_digest, files)
     )
     notes = []
     if (folder / INDEX).exists():

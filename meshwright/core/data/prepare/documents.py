@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from meshwright.core.data.chat.rendering import RefusedTemplate
 from meshwright.core.data.chat.template import ChatEncoder
 from meshwright.core.data.prepare.inputs import LINE_FORMATS
 from meshwright.core.data.prepare.readers import MAX_LINE_BYTES, Part
@@ -30,8 +31,8 @@ class EncodedPart:
     """empty for data without masks"""
     ends: list[int] = field(default_factory=list)
     tokens: int = 0
-    bad: list[tuple[int, str]] = field(default_factory=list)
-    """(line or row, reason) of what could not be decoded"""
+    bad: list[tuple[int, str, str]] = field(default_factory=list)
+    """(line or row, reason, what to do about the chat template that is the cause) of what could not be decoded"""
 
     def add(self, ids: Sequence[int], is_document: bool) -> None:
         array = np.frombuffer(ids, np.uint8).astype(np.uint32) if isinstance(ids, bytes) else np.array(ids, np.uint32)
@@ -61,7 +62,8 @@ def encode_part(part: Part, encoder: Encoder | ChatEncoder, text_field: str, ski
                 continue
             text = find_text(decode_row(raw, part.file.format), text_field)
         except (ValueError, RecursionError) as error:
-            result.bad.append((row, cut_text(str(error), 200)))
+            hint = error.hint if isinstance(error, RefusedTemplate) else ""
+            result.bad.append((row, cut_text(str(error), 400), hint))
             if len(result.bad) > skip_budget:
                 return result
             continue

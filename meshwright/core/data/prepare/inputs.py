@@ -5,9 +5,11 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from glob import has_magic
+from itertools import takewhile
 from pathlib import Path
 
-from meshwright.base.io import read_json
+from meshwright.base.io import is_inside, read_json
 from meshwright.core.data.token_files import find_files
 from meshwright.errors import ConfigError, DataError
 
@@ -48,8 +50,9 @@ def find_inputs(inputs: Sequence[str], format: str = "auto") -> list[InputFile]:
 def find_input(text: str, format: str) -> Iterator[InputFile]:
     folder = Path(text)
     if format in ("auto", "datasets", "records") and (folder / "state.json").is_file():
-        for name in dataset_files(folder):
-            yield InputFile(folder / name, "arrow")
+        names = dataset_files(folder)
+        require_inside(folder, [folder / "state.json", *(folder / name for name in names)])
+        yield from (InputFile(folder / name, "arrow") for name in names)
         return
     if (folder / "dataset_dict.json").is_file():
         splits = sorted(path.parent.name for path in folder.glob("*/state.json"))
@@ -59,8 +62,24 @@ def find_input(text: str, format: str) -> Iterator[InputFile]:
             f"{text} is not a dataset on disk: it has no state.json",
             "expected a folder that Dataset.save_to_disk has written",
         )
-    for file in find_files(text, "input"):
+    files = find_files(text, "input")
+    if not folder.is_file():  # a folder, or a pattern below the folder that is named before its first wildcard
+        require_inside(Path(*takewhile(lambda part: not has_magic(part), folder.parts)), files)
+    for file in files:
         yield InputFile(file, known_format(file, format), compression(file))
+
+
+def require_inside(folder: Path, files: Sequence[Path]) -> None:
+    """Raises ConfigError for links that lead out of a folder, which may come from somebody else: what they lead to is
+    not part of it, such as a private file of the user.
+    """
+    outside = [file for file in files if not is_inside(folder, file)]
+    if outside:
+        raise ConfigError(
+            f"{len(outside)} of {len(files)} files of {folder} are links that lead out of it, such as {outside[0]} to "
+            f"{outside[0].resolve()}",
+            "try to remove them, or name each such file as INPUT",
+        )
 
 
 def compression(file: Path) -> str:

@@ -1,6 +1,7 @@
 """The files of encoded parts: what survives when `data prepare` is killed. Torch-free.
 
-A part is reused if its key, which covers its content and the settings, and the digest of the file are as expected.
+A part is reused if its key, which covers its content, the settings and the code, and the digest of the file are as
+expected.
 """
 
 from __future__ import annotations
@@ -22,12 +23,18 @@ from meshwright.base.io import open_regular_file
 from meshwright.core.data.prepare.documents import EncodedPart
 from meshwright.core.data.prepare.readers import Part
 from meshwright.core.data.shards import ENDS, MASK
+from meshwright.core.data.tokenization import tokenizing_code
 from meshwright.errors import DataError
 
 TRAILER = struct.Struct("<8sQ16s")  # magic, bytes of the record, xxh3_128 of everything before the trailer
 MAGIC = b"MESHPRT1"
 FILE_NAME = re.compile(r"[0-9]{8}\..+")
 """Names of parts, and of the temporary files that become parts."""
+
+
+def stored_key(key: str) -> str:
+    """The key of a part for the code of this process; a whole output keeps its inputs when the code changes."""
+    return f"{key} {tokenizing_code()}"
 
 
 def open_new(path: Path) -> BinaryIO:
@@ -50,7 +57,7 @@ class PartRecord:
     ends_document: bool
     """whether a document of lines ends with this part"""
     bad: list[list[Any]]
-    """[line or row, reason] of what could not be decoded"""
+    """[line or row, reason, what to do about the chat template] of what could not be decoded"""
 
 
 @dataclass(frozen=True)
@@ -75,7 +82,7 @@ class PartFolder:
         """
         ids = encoded.ids
         record = PartRecord(
-            key=part.key,
+            key=stored_key(part.key),
             file=str(part.file.path),
             row_name=part.file.row_name,
             tokens=encoded.tokens,
@@ -115,7 +122,7 @@ class PartFolder:
             record = PartRecord(**json.loads(bytes(body[len(body) - size :])))
         except (OSError, struct.error, ValueError, TypeError):
             return None
-        return record if record.key == key else None
+        return record if record.key == stored_key(key) else None
 
     def read(self, number: int, record: PartRecord) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any] | None]:
         """(token ids, document ends, mask) of a part."""

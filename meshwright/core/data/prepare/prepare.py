@@ -118,7 +118,7 @@ def prepare_shards(
             records, inputs = encode_parts(preparation, folder, workers, skip_budget, hint, lock)
             if not any(record.tokens for record in records):
                 raise DataError(f"{name} is empty: no line could be decoded", empty_hint)
-        except DataError:
+        except (ConfigError, DataError):
             if cached:
                 folder.remove()
             raise
@@ -194,8 +194,9 @@ class SkipBudget:
     def spend(self, records: dict[int, PartRecord]) -> None:
         while (record := records.get(self.next_part)) is not None:
             if len(record.bad) > self.left:
-                row, reason = record.bad[self.left]
-                raise DataError(f"source {record.file} {record.row_name} {row} cannot be decoded: {reason}", self.hint)
+                row, reason, hint = record.bad[self.left]
+                message = f"source {record.file} {record.row_name} {row} cannot be decoded: {reason}"
+                raise ConfigError(message, hint) if hint else DataError(message, self.hint)
             self.left -= len(record.bad)
             self.next_part += 1
 

@@ -143,8 +143,10 @@ def do_nothing(*_args: Any, **_kwargs: Any) -> None:
 
 
 def load_submission(source: str, folder: str) -> ModuleType:
-    """Runs the code of the submission as a module; `folder` is that of the user's file, for its imports."""
-    sys.path.insert(0, folder)
+    """Runs the code of the submission as a module; `folder` is that of the user's file, for its imports: the last
+    one that Python searches, so that no file in it replaces another module.
+    """
+    sys.path.append(folder)
     module = ModuleType(MODULE)
     sys.modules[MODULE] = module
     exec(compile(source, FILENAME, "exec"), module.__dict__)  # the user asked to run this file

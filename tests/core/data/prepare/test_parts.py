@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
+
 import pytest
 
+from meshwright.core.data.prepare import parts
+from meshwright.core.data.prepare import prepare as prepare_module
 from meshwright.errors import ConfigError, DataError
 from tests.core.data.prepare.corpus import documents, prepare
 
@@ -58,3 +62,28 @@ def test_lock_that_is_a_link_is_refused(corpus, tmp_path):
     with pytest.raises(ConfigError, match="cannot be written"):
         prepare(corpus, tmp_path / "out")
     assert not (tmp_path / "missing").exists()
+
+
+def test_parts_of_other_code_are_written_again_and_a_whole_output_stays(corpus, tmp_path, monkeypatch):
+    out, written = tmp_path / "out", []
+    real, assemble = parts.PartFolder.write, prepare_module.assemble
+    monkeypatch.setattr(parts.PartFolder, "write", lambda *args, **named: (written.append(1), real(*args, **named))[1])
+
+    def prepare_with(code, fails):
+        def assemble_or_fail(*args):
+            if fails:
+                raise DataError("a full disk")
+            return assemble(*args)
+
+        written.clear()
+        monkeypatch.setattr(parts, "tokenizing_code", lambda: code)
+        monkeypatch.setattr(prepare_module, "assemble", assemble_or_fail)
+        with pytest.raises(DataError, match="a full disk") if fails else nullcontext():
+            prepare(corpus, out, workers=1)
+        return len(written)
+
+    count = prepare_with("a", fails=True)
+    assert [prepare_with(code, fails) for code, fails in (("a", True), ("b", True), ("b", False), ("c", False))] == [
+        *(0, count, 0, 0)
+    ]
+    assert count > 1

@@ -78,6 +78,39 @@ def test_dataset_that_names_other_files_is_rejected(tmp_path, name):
         prepare(tmp_path / "d", tmp_path / "out")
 
 
+def test_links_that_lead_out_of_an_input_folder_are_refused(corpus, tmp_path):
+    folder, private = tmp_path / "data", tmp_path / "private"
+    for each in (folder / "below", private):
+        each.mkdir(parents=True)
+    (private / "secret.txt").write_text("secret\n")
+    (folder / "below" / "own.txt").write_text("own\n")
+    (folder / "inside.txt").symlink_to("below/own.txt")
+    prepare(folder, tmp_path / "out")
+    assert documents(tmp_path / "out") == ["own\n\0"]
+    (folder / "a.txt").symlink_to("../private/secret.txt")
+    (folder / "linked").symlink_to(private)
+    message = r"1 of {} files of .*/data are links that lead out of it, such as .*{} to .*/private/secret.txt; try to "
+    for pattern, count, name in (("", 2, "a.txt"), ("*.txt", 2, "a.txt"), ("*/*.txt", 2, "linked/secret.txt")):
+        with pytest.raises(ConfigError, match=message.format(count, name)):
+            prepare(folder / pattern, tmp_path / "other")
+    prepare(folder / "a.txt", tmp_path / "named")
+    assert documents(tmp_path / "named") == ["secret\n\0"]
+    (folder / "state.json").write_text('{"_data_files": [{"filename": "data.arrow"}]}')
+    (folder / "data.arrow").symlink_to("../private/secret.txt")
+    with pytest.raises(ConfigError, match=message.format(2, "data.arrow")):
+        prepare(folder, tmp_path / "other")
+
+
+def test_snapshot_of_the_hugging_face_cache_has_links_to_its_blobs(tmp_path):
+    snapshot, blobs = tmp_path / "cache" / "snapshots" / "1" / "train", tmp_path / "cache" / "blobs"
+    for each in (snapshot, blobs):
+        each.mkdir(parents=True)
+    (blobs / "0").write_text("text\n")
+    (snapshot / "a.txt").symlink_to("../../../blobs/0")
+    prepare(snapshot, tmp_path / "out")
+    assert documents(tmp_path / "out") == ["text\n\0"]
+
+
 def test_text_files_are_documents_with_one_end_each(tmp_path):
     (tmp_path / "in").mkdir()
     texts = {"a.txt": "x\n" * 900, "b.txt": "", "c.txt": "last line without an end", "d.txt.gz": "compressed\n"}
