@@ -73,6 +73,17 @@ def write_error(path: Path, error: OSError) -> ConfigError:
     )
 
 
+def file_inside(root: Path, name: str) -> Path:
+    """A file of a folder. It may be a symbolic link within the folder or, in a snapshot of the Hugging Face cache, to a
+    blob of that cache; a link to anywhere else raises ConfigError.
+    """
+    file = root / name
+    allowed = [root, root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [root]
+    if not any(Path(os.path.realpath(file)).is_relative_to(folder) for folder in allowed):
+        raise ConfigError(f"{file} is a symbolic link out of its folder", "expected a file of the folder")
+    return file
+
+
 def read_regular_file(path: Path, max_bytes: int, name: str, expected: str, *, follow: bool = True) -> bytes:
     """Reads an untrusted file of at most `max_bytes` bytes.
 

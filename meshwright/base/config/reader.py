@@ -20,6 +20,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import tomli_w
 
 from meshwright.base.config.constraints import Range
+from meshwright.base.config.data import INIT_FROM, TOKENIZER_FILE
 from meshwright.base.config.model import OptionTable
 from meshwright.base.config.parallelism import Degree
 from meshwright.base.config.presets import PRESETS
@@ -74,6 +75,8 @@ def load_config(
         set_key(tree, key, CommandLineValue(value))
     if isinstance(folder := tree.get("init_from"), str) and folder:
         tree["init_from"] = os.path.abspath(folder)
+        if isinstance(data := tree.get("data"), dict) and data.get("tokenizer") == INIT_FROM:
+            tree["data"] = data | {"tokenizer": os.path.join(tree["init_from"], TOKENIZER_FILE)}
     if steps is not None:
         set_key(tree, "steps", CommandLineValue(steps))
     config = config_from_dict(complete(tree))

@@ -96,6 +96,8 @@ def evaluate_run(
     if config.rl.enabled:
         require_other_data(run, config, overrides, user)
         config = replace(config, rl=RLConfig())
+    if user.source is None:
+        config = with_run_tokenizer(config, load_config(run))
     job, held_out, ids = make_evaluation_job(config, RunFolder(run), user, samples)
     launch = job.config.launch
     with reporting_deletion(entry):
@@ -115,6 +117,22 @@ def require_other_data(run: Path, config: RunConfig, overrides: Sequence[str], u
             f"{run} was trained with rl.objective = {config.rl.objective}, and its prompts have no targets for a loss",
             "try other data (--data.path=FILE), or meshwright report RUN for its rewards",
         )
+
+
+def with_run_tokenizer(config: RunConfig, recorded: RunConfig) -> RunConfig:
+    """The config with the tokenizer of the run for text that names none: the model knows no other tokens."""
+    from meshwright.base.config.data import TOKENIZED_KINDS
+    from meshwright.core.data.tokenization import find_run_tokenizer
+
+    has_text = any(source.kind in TOKENIZED_KINDS and not source.tokenizer for source in config.data.sources)
+    if not has_text or config.data.tokenizer:
+        return config
+    if recorded.rl.has_task:
+        raise ConfigError(
+            f"data.kind = {config.data.kind} is text, and the tokens of the run are the characters of its task",
+            "try token ids of the task (data.kind = tokens or shards), or meshwright report RUN for its rewards",
+        )
+    return replace(config, data=replace(config.data, tokenizer=find_run_tokenizer(recorded) or ""))
 
 
 def with_recorded_model(config: RunConfig, entry: CheckpointEntry, overrides: Sequence[str]) -> RunConfig:

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.base.config.reader import format_value, shorten
-from meshwright.base.io import read_json
+from meshwright.base.io import file_inside, read_json
 from meshwright.base.models.config_fields import ConfigFields, read_config_file
 from meshwright.core.weights.safetensors_file import StoredTensor, read_header
 from meshwright.errors import ConfigError
@@ -120,17 +120,6 @@ class WeightFiles:
         if not isinstance(digests, dict) or not all(isinstance(digest, str) for digest in digests.values()):
             raise ConfigError(f"{file} has no digests of tensors", "try to export the checkpoint again")
         return digests
-
-
-def file_inside(root: Path, name: str) -> Path:
-    """A file of a folder. It may be a symbolic link within the folder or, in a snapshot of the Hugging Face cache, to a
-    blob of that cache; a link to anywhere else raises ConfigError.
-    """
-    file = root / name
-    allowed = [root, root.parent.parent / "blobs"] if root.parent.name == "snapshots" else [root]
-    if not any(Path(os.path.realpath(file)).is_relative_to(folder) for folder in allowed):
-        raise ConfigError(f"{file} is a symbolic link out of its folder", "expected a file of the folder")
-    return file
 
 
 def pickle_error(file: Path) -> ConfigError:
