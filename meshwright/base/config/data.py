@@ -15,6 +15,21 @@ from meshwright.errors import ConfigError
 
 TOKENIZED_KINDS = ("text", "jsonl", "chat")
 """The kinds of sources whose text a tokenizer encodes."""
+FILE_KINDS = ("tokens", *TOKENIZED_KINDS, "shards")
+SOURCE_KINDS = {
+    "path": FILE_KINDS,
+    "dtype": ("tokens",),
+    "tokenizer": FILE_KINDS,
+    "end_of_document": FILE_KINDS,
+    "field": ("jsonl",),
+    "chat_template": ("chat",),
+    "packing": ("chat", "shards"),
+    "samples": ("synthetic",),
+    "shard_cache": ("shards",),
+}
+"""Setting of a source -> the kinds that read it; the others are read by all. `sample` reads the tokenizer, and the end
+of a document, of files of token ids.
+"""
 TOKENIZER_FILE = "tokenizer.json"
 BYTES = "bytes"
 """data.tokenizer: every byte is a token, whatever tokenizer the initial weights come with."""
@@ -58,7 +73,7 @@ class SourceConfig:
     """weight of this source in a mixture; samples are drawn in proportion to the weights"""
 
     def __post_init__(self) -> None:
-        if self.kind in ("tokens", "text", "jsonl", "chat", "shards") and not self.path:
+        if self.kind in FILE_KINDS and not self.path:
             raise ConfigError(
                 f"data.path is empty, and data.kind = {self.kind} reads files",
                 "expected a file, a folder or a glob pattern",

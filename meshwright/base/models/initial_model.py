@@ -68,8 +68,8 @@ def with_initial_tokenizer(config: RunConfig) -> RunConfig:
 def require_tokenized(config: RunConfig) -> None:
     """Raises a ConfigError if the default data, which is bytes, would train weights that come with a tokenizer."""
     file = Path(config.init_from) / TOKENIZER_FILE
-    kinds = [source.kind for source in config.data.sources]
-    if config.init_from and "stdlib" in kinds and not config.data.tokenizer and os.path.lexists(file):
+    is_bytes = not config.rl.enabled and any(source.kind == "stdlib" for source in config.data.sources)
+    if config.init_from and is_bytes and not config.data.tokenizer and os.path.lexists(file):
         raise ConfigError(
             f"data.kind = stdlib trains on bytes, and init_from = {config.init_from} has a tokenizer",
             "try --data.kind=text --data.path=FILE, or --data.tokenizer=bytes to train on bytes",

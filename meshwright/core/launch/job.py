@@ -26,6 +26,7 @@ from meshwright.base.records.run_folder import RunFolder
 from meshwright.base.store.object_process import make_requests_in_another_process
 from meshwright.base.topology.placement import HostPlacement
 from meshwright.base.topology.unsupported import validate
+from meshwright.base.topology.unused_settings import require_data_settings
 from meshwright.base.user_code.entry_points import open_callbacks
 from meshwright.base.user_code.user_code import NO_USER_CODE, UserCode
 from meshwright.core.data.token_files import raise_if_changed
@@ -85,7 +86,8 @@ def make_job(
             f"expected at most {MAX_RANKS_PER_HOST:,}, or try more hosts (launch.hosts)",
         )
     require_compiler(config)
-    if user.source is None and not config.rl.enabled:
+    if user.source is None:
+        require_data_settings(config)
         require_tokenized(config)
     reward = open_reward(config, user)
     # The config may come from another run; the identity of the run folder says which code is that of this run.
