@@ -90,6 +90,7 @@ DATA_SETTINGS = (
     UnusedSettings(("data.weight",), lambda _config, _layout: "it is that of a source in data.mixture"),
 )
 """What `train` and `evaluate` refuse."""
+FILE_SETTINGS = ("data.path", "data.tokenizer", "data.chat_template")
 SWITCHES = {
     "lora": ("rank", 0),
     "rl": ("objective", "none"),
@@ -233,14 +234,15 @@ UNUSED_SETTINGS = (
 )
 
 
-def require_data_settings(config: RunConfig) -> None:
+def require_data_settings(config: RunConfig, begun: bool = False) -> None:
     """Raises a ConfigError for a setting of the data without effect: the run would read other data than is meant.
-    Beside prompts only a path is refused.
+    Beside prompts only a path is refused. Of a run that has begun, only files are: its other settings are identity.
     """
     layout, changed = Layout.from_config(config.layout), changed_settings(config)
     for rule in DATA_SETTINGS:
         for key in (key for key in rule.keys if key in changed):
-            if (reason := rule.reason(config, layout)) and (key == "data.path" or not config.rl.enabled):
+            refused = key == "data.path" or not (config.rl.enabled or (begun and key not in FILE_SETTINGS))
+            if refused and (reason := rule.reason(config, layout)):
                 raise unread_error(key, changed[key], reason)
     for index, source in enumerate(config.data.mixture):
         for key, kinds in SOURCE_KINDS.items():

@@ -104,12 +104,16 @@ def open_codec(config: RunConfig, folder: Path | None = None, tokenizer: str = "
     return TextCodec(lambda text: encode_prompt(loaded, text, end), lambda: TokenizerStream(decode), end)
 
 
-def find_end_tokens(config: RunConfig, folder: Path | None = None) -> set[int]:
+def find_end_tokens(config: RunConfig, folder: Path | None = None, tokenizer: str = "") -> set[int]:
     """The tokens that end a text by the generation_config.json, else by the config.json, of the folder of an export or
-    of the initial weights; none if the run has another tokenizer than these.
+    of the initial weights; none if these have another tokenizer than the run.
     """
     weights = folder or (Path(config.init_from) if config.init_from else None)
-    if folder is None and weights is not None and not has_tokenizer(weights, find_run_tokenizer(config)):
+    if (
+        folder is None
+        and weights is not None
+        and not has_tokenizer(weights, find_run_tokenizer(config, None, tokenizer))
+    ):
         return set()
     for file in (weights / GENERATION_FILE, weights / CONFIG_FILE) if weights is not None else ():
         tree = read_config_file(file) if file.is_file() else None

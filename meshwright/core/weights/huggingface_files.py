@@ -35,11 +35,12 @@ def write_huggingface_files(folder: Path, model: ModelConfig, config: RunConfig,
     those of the folder that the run started from, unless the run has another tokenizer.
     """
     initial = Path(config.init_from).resolve() if config.init_from else None
+    is_known, tokenizer = True, None
     try:
         tokenizer = find_run_tokenizer(config)
-        has_tokens = initial is not None and has_tokenizer(initial, tokenizer)
     except DataError:  # the data is gone, or has several tokenizers
-        tokenizer, has_tokens = None, False
+        is_known = False
+    has_tokens = initial is not None and (not is_known or has_tokenizer(initial, tokenizer))
     earlier = inert_keys(initial) if initial is not None else {}
     if not has_tokens:
         earlier = {key: value for key, value in earlier.items() if not key.endswith(TOKENIZER_KEYS)}
@@ -53,7 +54,8 @@ def write_huggingface_files(folder: Path, model: ModelConfig, config: RunConfig,
     if initial is None or not (has_tokens and copy_file(file_inside(initial, GENERATION_FILE), folder)):
         tokens = {key: written[key] for key in TOKEN_KEYS if written.get(key) is not None}
         write_json(folder / GENERATION_FILE, {"_from_model_config": True} | tokens)
-    copy_tokenizer(folder, config, tokenizer, [initial] if initial is not None and has_tokens else [])
+    if is_known:
+        copy_tokenizer(folder, config, tokenizer, [initial] if initial is not None and has_tokens else [])
 
 
 def inert_keys(folder: Path) -> dict[str, Any]:

@@ -50,6 +50,7 @@ wait "$step"; last=$?
 [ "$last" = 127 ] || code=$last  # 127: its exit code is known already
 
 # Ends the job, or puts it back into the queue: {folder_text}/exits.jsonl says which and why.
+trap '' TERM  # a requeue sends SIGTERM to this script, which may have nodes to exclude after it
 "$python" -m meshwright.ops.engines.slurm_exit decide "$run" --code "$code" --after "$before" \\
   --record "$folder/exits.jsonl" --requeues {requeues} --blame-limit {blame_limit}
 """

@@ -133,6 +133,12 @@ def test_data_settings_without_effect_are_refused(overrides, message):
             require_data_settings(config)
 
 
+def test_a_run_that_has_begun_keeps_its_settings_without_effect_except_files():
+    require_data_settings(load_config(overrides=["--data.samples=3"]), begun=True)
+    with pytest.raises(ConfigError, match=r"data.path = a has no effect"):
+        require_data_settings(load_config(overrides=["--data.path=a"]), begun=True)
+
+
 def test_a_kind_on_the_command_line_replaces_the_source_of_the_run_file(tmp_path):
     (tmp_path / "run.toml").write_text('[data]\nkind = "chat"\npath = "a"\npacking = false\nsequence = 16\n')
     data = load_config(tmp_path / "run.toml", ["--data.kind=text", "--data.path=b"]).data
