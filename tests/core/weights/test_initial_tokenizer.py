@@ -16,7 +16,7 @@ from meshwright.base.config import DataConfig, RunConfig, SourceConfig, config_t
 from meshwright.base.models.initial_model import load_run_config, with_initial_tokenizer
 from meshwright.base.records.events import read_events
 from meshwright.base.records.run_folder import RunFolder
-from meshwright.core.api.evaluation import evaluate
+from meshwright.core.api.evaluation import evaluate, with_run_tokenizer
 from meshwright.core.checkpoint.inspect import run_config
 from meshwright.core.data.chat.template import encoding_notes, open_chat_encoder
 from meshwright.core.data.file_sources import open_sources
@@ -194,3 +194,22 @@ def test_sources_of_a_mixture_get_the_tokenizer_unless_they_name_one(weights, te
     with pytest.raises(DataError, match=r"the sources of data.mixture have several tokenizers"):
         open_codec(config)
     assert config_to_toml(config).count('tokenizer = "bytes"') == 1
+
+
+def test_other_text_is_evaluated_by_the_tokenizer_of_a_run_whose_data_names_none(weights, text):
+    recorded = RunConfig(data=DataConfig(kind="tokens", path="ids.bin"), init_from=str(weights))
+    assert with_run_tokenizer(RunConfig(data=text), recorded).data.tokenizer == str(weights / "tokenizer.json")
+    assert with_run_tokenizer(RunConfig(data=text), RunConfig(data=text)).data.tokenizer == ""
+
+
+def test_a_snapshot_of_the_hugging_face_cache_has_links_to_its_blobs(weights, tmp_path):
+    model = tmp_path / "models--name"
+    model.mkdir()
+    weights.rename(model / "blobs")
+    snapshot = model / "snapshots" / "1"
+    snapshot.mkdir(parents=True)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (snapshot / name).symlink_to(model / "blobs" / name)
+    data = DataConfig(kind="chat", path=str(tmp_path), sequence=8)
+    config = with_initial_tokenizer(RunConfig(data=data, init_from=str(snapshot)))
+    assert open_chat_encoder(config.data, None).template.source == TEMPLATE
