@@ -82,6 +82,14 @@ def write_error(path: Path, error: OSError) -> ConfigError:
     )
 
 
+def file_inside(root: Path, name: str) -> Path:
+    """A file of a folder. A symbolic link that leads out of it (`is_inside`) raises ConfigError."""
+    file = root / name
+    if not is_inside(root, file):
+        raise ConfigError(f"{file} is a symbolic link out of its folder", "expected a file of the folder")
+    return file
+
+
 def read_regular_file(path: Path, max_bytes: int, name: str, expected: str, *, follow: bool = True) -> bytes:
     """Reads an untrusted file of at most `max_bytes` bytes.
 

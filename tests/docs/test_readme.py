@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from tests.docs.document_commands import commands, prepare, recipe, run
+from meshwright.base.config import load_config
+from meshwright.core.data.file_sources import open_sources
+from tests.docs.document_commands import ROOT, commands, prepare, recipe, run
 
 FULL_SIZE = {"make train", "meshwright prove"}
 """Commands that take about a minute with the default model and all of its steps. `make test` runs what they do in a
@@ -25,6 +29,15 @@ def test_readme_has_the_commands_that_ci_relies_on():
 def test_make_train_is_the_command_that_others_give_fewer_steps():
     assert recipe("train") == ["meshwright", "train"]
     assert "meshwright train --steps 50 --run runs/first" in commands("README.md")
+
+
+@pytest.mark.parametrize("page", ["README.md", "docs/fine-tuning.md"])
+def test_chat_example_keeps_all_chats(page, tmp_path, monkeypatch):
+    monkeypatch.setenv("MESHWRIGHT_CACHE", str(tmp_path))
+    [command] = [line for line in commands(page) if "examples/chat.jsonl" in line]
+    data = load_config(overrides=[word for word in command.split() if word.startswith("--data.")]).data
+    [chats] = open_sources(replace(data, path=str(ROOT / data.path)), 256, None)
+    assert chats.notes == ()
 
 
 @pytest.mark.parametrize(

@@ -273,8 +273,12 @@ def test_verbs_without_a_meaning_are_refused_in_one_line(undivided, capsys):
     assert exit_code_of("replay", run, "--step", "1") == 2
     assert exit_code_of("data", "show", str(EXAMPLE), "--step", "1") == 2
     assert exit_code_of("data", "show", run, "--step", "100") == 2
+    assert exit_code_of("evaluate", run, "--data.path=README.md") == 2
+    assert exit_code_of("evaluate", run, "--data.kind=text", "--data.path=README.md") == 2
     messages = capsys.readouterr().err.strip().splitlines()
-    assert len(messages) == 4
+    assert len(messages) == 6
+    assert "data.path = README.md has no effect: data.kind is" in messages[4]
+    assert "the tokens of the run are the characters of its task" in messages[5]
     assert "known once they are generated" in messages[2]
     assert "no rollouts of step 100" in messages[3]
     assert "prompts have no targets" in messages[0]

@@ -5,7 +5,8 @@ A verb is a plain function. The annotation of each parameter carries its help:
     def verb(run: Annotated[Path, positional("RUN", "run folder")], json: Json = False) -> None: ...
 
 A verb with an `overrides` parameter also accepts every config key as an option, such as `--optimizer.lr 3e-4`, and a
-verb with an `entry_points` parameter accepts the options that name a user's model, loss and data.
+verb with an `entry_points` parameter accepts the options that name a user's model, loss and data; with a
+`training_entry_points` parameter, also those that name an update, a reward and callbacks.
 """
 
 from __future__ import annotations
@@ -67,6 +68,13 @@ ENTRY_POINTS = {
     "init": "function that initializes the parameters of a --model on the meta device",
 }
 """Arguments that name an object of the user's code as MODULE:NAME -> help."""
+TRAINING_ENTRY_POINTS = {
+    "optimizer": "optimizer of your own: a function of parameter groups that makes it",
+    "schedule": "schedule of your own: a function of (step, steps), a multiple of optimizer.lr",
+    "reward": "reward of your own (rl.objective): a function of (item, completion) that returns a number",
+    "callbacks": "callback of the run, a list of callbacks, or a function that makes them",
+}
+"""The same for the verbs that start a run."""
 Reduction = Annotated[
     Literal["sum", "mean"] | None, option("sum|mean", "what --loss returns: the sum over valid targets, or their mean")
 ]
@@ -85,7 +93,8 @@ class Parser(argparse.ArgumentParser):
         super().__init__(**settings)
         self.options = {"-h", "--help"}
         self.accepts_config_keys = False
-        self.accepts_entry_points = False
+        self.entry_points: dict[str, tuple[str, ...]] = {}
+        """parameter of the verb -> the options that it gets"""
 
     def error(self, message: str) -> NoReturn:
         raise ConfigError(message, f"try {self.prog} --help")
@@ -112,9 +121,9 @@ def parse(verb: Verb, name: str, args: Sequence[str]) -> dict[str, Any]:
         hint = f"did you mean {close[0]}? " if close else ""
         raise ConfigError(f"unknown {kind} {unknown[0]}", f"{hint}try {parser.prog} --help")
     values = vars(namespace) | values
-    if parser.accepts_entry_points:
-        typed = {argument: values.pop(argument) for argument in (*ENTRY_POINTS, "reduction")}
-        values["entry_points"] = {argument: text for argument, text in typed.items() if text is not None}
+    for parameter, arguments in parser.entry_points.items():
+        typed = {argument: values.pop(argument) for argument in arguments}
+        values[parameter] = {argument: text for argument, text in typed.items() if text is not None}
     return values
 
 
@@ -126,9 +135,10 @@ def build_parser(verb: Verb, name: str) -> Parser:
     for parameter in inspect.signature(verb).parameters.values():
         if parameter.name == "overrides":
             parser.accepts_config_keys = True
-        elif parameter.name == "entry_points":
-            parser.accepts_entry_points = True
-            for argument, text in ENTRY_POINTS.items():
+        elif parameter.name in ("entry_points", "training_entry_points"):
+            more = TRAINING_ENTRY_POINTS if parameter.name == "training_entry_points" else {}
+            parser.entry_points[parameter.name] = (*more, *ENTRY_POINTS, "reduction")
+            for argument, text in (more | ENTRY_POINTS).items():
                 add_argument(parser, argument, Annotated[str | None, option("MODULE:NAME", text)], None)
             add_argument(parser, "reduction", Reduction, None)
         else:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Literal
 
 from meshwright.base.config.constraints import (
@@ -12,6 +12,29 @@ from meshwright.base.config.constraints import (
     Range,
 )
 from meshwright.errors import ConfigError
+
+TOKENIZED_KINDS = ("text", "jsonl", "chat")
+"""The kinds of sources whose text a tokenizer encodes."""
+FILE_KINDS = ("tokens", *TOKENIZED_KINDS, "shards")
+SOURCE_KINDS = {
+    "path": FILE_KINDS,
+    "dtype": ("tokens",),
+    "tokenizer": FILE_KINDS,
+    "end_of_document": FILE_KINDS,
+    "field": ("jsonl",),
+    "chat_template": ("chat",),
+    "packing": ("chat", "shards"),
+    "samples": ("synthetic",),
+    "shard_cache": ("shards",),
+}
+"""Setting of a source -> the kinds that read it; the others are read by all. `sample` reads the tokenizer, and the end
+of a document, of files of token ids.
+"""
+TOKENIZER_FILE = "tokenizer.json"
+BYTES = "bytes"
+"""data.tokenizer: every byte is a token, whatever tokenizer the initial weights come with."""
+INIT_FROM = "init_from"
+"""data.tokenizer: the tokenizer.json of the folder of `init_from`."""
 
 
 @dataclass(frozen=True)
@@ -28,7 +51,8 @@ class SourceConfig:
     dtype: Literal["uint16", "uint32"] = "uint16"
     """type of the token ids in a tokens file"""
     tokenizer: Annotated[str, PLACEMENT] = ""
-    """tokenizer.json for a text or jsonl source; empty: bytes are tokens. The content of the file is part of the run's
+    """tokenizer.json for a text, jsonl or chat source; init_from: the one of that folder; bytes: every byte is a token;
+    empty: init_from if that folder has a tokenizer.json, else bytes. The content of the file is part of the run's
     identity, its path is not
     """
     end_of_document: str = "auto"
@@ -49,7 +73,7 @@ class SourceConfig:
     """weight of this source in a mixture; samples are drawn in proportion to the weights"""
 
     def __post_init__(self) -> None:
-        if self.kind in ("tokens", "text", "jsonl", "chat", "shards") and not self.path:
+        if self.kind in FILE_KINDS and not self.path:
             raise ConfigError(
                 f"data.path is empty, and data.kind = {self.kind} reads files",
                 "expected a file, a folder or a glob pattern",
@@ -61,8 +85,8 @@ class DataConfig(SourceConfig):
     """The sample stream: one source, or a weighted mixture of several."""
 
     mixture: tuple[SourceConfig, ...] = ()
-    """sources of a mixture; if set, the keys of the single source are ignored, except tokenizer and end_of_document,
-    which apply to every source that does not set its own
+    """sources of a mixture; if set, the keys of the single source are ignored, except tokenizer, chat_template and
+    end_of_document, which apply to every source that does not set its own
     """
     sequence: Annotated[int, Range(minimum=2, maximum=1 << 24)] = 128
     """sequence length: tokens per sample"""
@@ -80,3 +104,21 @@ class DataConfig(SourceConfig):
     """
     prefetch: Annotated[int, Range(minimum=1, maximum=1024), PLACEMENT] = 4
     """micro-batches that the workers prepare ahead"""
+
+    @property
+    def sources(self) -> tuple[SourceConfig, ...]:
+        """The sources of the mixture, completed by the settings that apply to all of them, or the one source. Their
+        tokenizer is a file, or empty for bytes.
+        """
+        sources = [
+            replace(
+                source,
+                tokenizer=source.tokenizer or self.tokenizer,
+                chat_template=source.chat_template or self.chat_template,
+                end_of_document=self.end_of_document if source.end_of_document == "auto" else source.end_of_document,
+            )
+            for source in self.mixture
+        ]
+        return tuple(
+            replace(source, tokenizer="") if source.tokenizer == BYTES else source for source in sources or [self]
+        )

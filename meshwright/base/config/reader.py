@@ -20,6 +20,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import tomli_w
 
 from meshwright.base.config.constraints import Range
+from meshwright.base.config.data import INIT_FROM, SOURCE_KINDS, TOKENIZER_FILE
 from meshwright.base.config.model import OptionTable
 from meshwright.base.config.parallelism import Degree
 from meshwright.base.config.presets import PRESETS
@@ -71,9 +72,13 @@ def load_config(
         key, separator, value = override.removeprefix("--").partition("=")
         if not separator:
             raise ConfigError(f"{override} has no value", f"expected {override}=VALUE")
+        if key == "data.kind" and isinstance(data := tree.get("data"), dict):
+            tree["data"] = without_replaced_source(data, value)
         set_key(tree, key, CommandLineValue(value))
     if isinstance(folder := tree.get("init_from"), str) and folder:
         tree["init_from"] = os.path.abspath(folder)
+        if isinstance(data := tree.get("data"), dict) and data.get("tokenizer") == INIT_FROM:
+            tree["data"] = data | {"tokenizer": os.path.join(tree["init_from"], TOKENIZER_FILE)}
     if steps is not None:
         set_key(tree, "steps", CommandLineValue(steps))
     config = config_from_dict(complete(tree))
@@ -81,6 +86,13 @@ def load_config(
         return config
     count = convert(Degree, CommandLineValue(ranks), "--ranks")
     return dataclasses.replace(config, layout=config.layout.with_ranks(count))
+
+
+def without_replaced_source(data: dict[str, Any], kind: str) -> dict[str, Any]:
+    """The section `data` without what another kind of source leaves unread: a kind given later replaces the source."""
+    if data.get("kind", kind) == kind and not data.get("mixture"):
+        return data
+    return {key: value for key, value in data.items() if kind in SOURCE_KINDS.get(key, (kind,)) and key != "mixture"}
 
 
 def config_from_dict(tree: Mapping[str, Any]) -> RunConfig:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from meshwright.base.config import ModelConfig, RunConfig, load_config
+from meshwright.base.config.data import INIT_FROM, TOKENIZED_KINDS, TOKENIZER_FILE
 from meshwright.base.config.reader import build_dataclass, config_to_dict, format_value
+from meshwright.base.io import file_inside
 from meshwright.base.models.config_fields import ConfigFields, read_config_file
 from meshwright.base.models.registry import read_huggingface_section
 from meshwright.errors import ConfigError
@@ -22,10 +25,11 @@ def load_run_config(
     *,
     own_model: bool = False,
 ) -> RunConfig:
-    """Loads a config as `load_config` does; with `init_from`, the keys of `model` are those of that folder. A custom
-    model (`own_model`) has none.
+    """Loads a config as `load_config` does; with `init_from`, the keys of `model` are those of that folder, and its
+    tokenizer is the default one. A custom model (`own_model`) has no such keys.
     """
-    return load_config(path, overrides, ranks, steps, (lambda tree: tree) if own_model else with_initial_model)
+    complete = (lambda tree: tree) if own_model else with_initial_model
+    return with_initial_tokenizer(load_config(path, overrides, ranks, steps, complete))
 
 
 def with_initial_model(tree: dict[str, Any]) -> dict[str, Any]:
@@ -47,6 +51,29 @@ def take_initial_model(config: RunConfig) -> RunConfig:
     model = build_dataclass(ModelConfig, merge_model(given, file), "model")
     assert isinstance(model, ModelConfig)
     return replace(config, model=model)
+
+
+def with_initial_tokenizer(config: RunConfig) -> RunConfig:
+    """The config with the tokenizer of the folder of `init_from`, if it has one and its text names none."""
+    data, folder = config.data, Path(config.init_from)
+    has_text = any(source.kind in TOKENIZED_KINDS and not source.tokenizer for source in data.sources)
+    if not config.init_from or not (data.tokenizer == INIT_FROM or (has_text and not data.tokenizer)):
+        return config
+    if not data.tokenizer and not os.path.lexists(folder / TOKENIZER_FILE):
+        return config
+    file_inside(folder.resolve(), TOKENIZER_FILE)
+    return replace(config, data=replace(data, tokenizer=str(folder / TOKENIZER_FILE)))
+
+
+def require_tokenized(config: RunConfig) -> None:
+    """Raises a ConfigError if the default data, which is bytes, would train weights that come with a tokenizer."""
+    file = Path(config.init_from) / TOKENIZER_FILE
+    is_bytes = not config.rl.enabled and any(source.kind == "stdlib" for source in config.data.sources)
+    if config.init_from and is_bytes and not config.data.tokenizer and os.path.lexists(file):
+        raise ConfigError(
+            f"data.kind = stdlib trains on bytes, and init_from = {config.init_from} has a tokenizer",
+            "try --data.kind=text --data.path=FILE, or --data.tokenizer=bytes to train on bytes",
+        )
 
 
 def config_file(folder: Any) -> Path | None:

@@ -16,6 +16,7 @@ from meshwright.base.config import BLOCK_SIZES, RunConfig, identity, load_config
 from meshwright.base.config.device_defaults import with_device_defaults
 from meshwright.base.config.rl import RLConfig
 from meshwright.base.records.run_folder import RunFolder
+from meshwright.base.topology.unused_settings import require_data_settings
 from meshwright.base.user_code.user_code import UserCode
 from meshwright.errors import CheckpointError, ConfigError, DataError, IdentityError
 
@@ -25,6 +26,12 @@ if TYPE_CHECKING:
     from meshwright.core.data.source import Source
     from meshwright.core.parallel.world import World
     from meshwright.core.trainer.job import Job
+
+UNREAD_SECTIONS = (
+    *("steps", "log_every", "count_bytes_every", "planned_for", "optimizer", "schedule", "rl", "numerics"),
+    *("checkpoint", "early_stopping", "trackers", "profile", "metrics"),
+)
+"""The sections and settings of a config that an evaluation does not read."""
 
 
 @dataclass(frozen=True)
@@ -58,7 +65,7 @@ def evaluate(
 
     Args:
         run: run folder.
-        overrides: settings that differ from those of the run, such as ``"data.path=other.txt"``.
+        overrides: settings that differ from those of the run, such as ``["data.kind=text", "data.path=other.txt"]``.
         ranks: number of ranks. Default: the layout of the run.
         step: step of the checkpoint. Default: the newest.
         samples: number of samples. Default: all of another data set, ``eval.samples`` of the held-out ones.
@@ -92,10 +99,17 @@ def evaluate_run(
         raise ConfigError(f"--samples {samples} is out of range", "expected 1 or more")
     RunFolder(run).require_own_folders()
     entry = select_intact(run, step)
+    names = [override.removeprefix("--").partition("=")[0] for override in overrides]
+    if unread := [name for name in names if name.partition(".")[0] in UNREAD_SECTIONS]:
+        raise ConfigError(f"{unread[0]} has no effect on an evaluation", f"try without --{unread[0]}")
     config = with_recorded_model(load_config(run, list(overrides), ranks), entry, overrides)
     if config.rl.enabled:
-        require_other_data(run, config, overrides, user)
+        require_other_data(run, config, names, user)
         config = replace(config, rl=RLConfig())
+    if user.source is None:
+        if any(name.startswith("data.") for name in names):
+            require_data_settings(config)
+        config = with_run_tokenizer(config, load_config(run))
     job, held_out, ids = make_evaluation_job(config, RunFolder(run), user, samples)
     launch = job.config.launch
     with reporting_deletion(entry):
@@ -107,14 +121,29 @@ def evaluate_run(
     return EvaluationResult(entry.name, entry.step, len(ids), held_out, tokens, loss, perplexity, metrics)
 
 
-def require_other_data(run: Path, config: RunConfig, overrides: Sequence[str], user: UserCode) -> None:
+def require_other_data(run: Path, config: RunConfig, names: Sequence[str], user: UserCode) -> None:
     """Raises a ConfigError if a run of reinforcement learning is evaluated on its prompts, which have no targets."""
-    names = [override.removeprefix("--") for override in overrides]
     if user.source is None and not any(name.startswith("data.") for name in names):
         raise ConfigError(
             f"{run} was trained with rl.objective = {config.rl.objective}, and its prompts have no targets for a loss",
-            "try other data (--data.path=FILE), or meshwright report RUN for its rewards",
+            "try other data (--data.kind=KIND --data.path=FILE), or meshwright report RUN for its rewards",
         )
+
+
+def with_run_tokenizer(config: RunConfig, recorded: RunConfig) -> RunConfig:
+    """The config with the tokenizer of the run for text that names none: the model knows no other tokens."""
+    from meshwright.base.config.data import TOKENIZED_KINDS
+    from meshwright.core.data.tokenization import find_run_tokenizer
+
+    has_text = any(source.kind in TOKENIZED_KINDS and not source.tokenizer for source in config.data.sources)
+    if not has_text or config.data.tokenizer:
+        return config
+    if recorded.rl.has_task:
+        raise ConfigError(
+            f"data.kind = {config.data.kind} is text, and the tokens of the run are the characters of its task",
+            "try token ids of the task (data.kind = tokens or shards), or meshwright report RUN for its rewards",
+        )
+    return replace(config, data=replace(config.data, tokenizer=find_run_tokenizer(recorded) or ""))
 
 
 def with_recorded_model(config: RunConfig, entry: CheckpointEntry, overrides: Sequence[str]) -> RunConfig:
@@ -171,7 +200,10 @@ def make_evaluation_job(
         total = sum(map(len, sources))
         ids = np.arange(min(total, samples or total), dtype=np.uint64)
     if not len(ids):
-        raise ConfigError("the run has no held-out samples (eval.holdout)", "try --data.path=FILE of another data set")
+        raise ConfigError(
+            "the run has no held-out samples (eval.holdout)",
+            "try --data.kind=text --data.path=FILE of another data set",
+        )
     return Job(config, batch, layout, sources, folder, custom=custom, weights=weights), held_out, ids
 
 

@@ -22,7 +22,7 @@ def evaluate(
     overrides: tuple[str, ...] = (),
     entry_points: Mapping[str, str] = NO_ENTRY_POINTS,
 ) -> None:
-    """Evaluate: loss, perplexity and metrics of a checkpoint on other data (--data.path=...) or on held-out samples."""
+    """Evaluate: loss, perplexity and metrics of a checkpoint on other data (--data.kind=...) or on held-out samples."""
     from dataclasses import asdict
 
     from meshwright.base.user_code.entry_points import load_user_code

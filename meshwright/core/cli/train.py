@@ -49,23 +49,7 @@ def train(
     ] = None,
     json: Json = False,
     *,
-    optimizer: Annotated[
-        str | None, option("MODULE:NAME", "optimizer of your own: a function of parameter groups that makes it")
-    ] = None,
-    schedule: Annotated[
-        str | None,
-        option("MODULE:NAME", "schedule of your own: a function of (step, steps), a multiple of optimizer.lr"),
-    ] = None,
-    reward: Annotated[
-        str | None,
-        option(
-            "MODULE:NAME", "reward of your own (rl.objective): a function of (item, completion) that returns a number"
-        ),
-    ] = None,
-    callbacks: Annotated[
-        str | None, option("MODULE:NAME", "callback of the run, a list of callbacks, or a function that makes them")
-    ] = None,
-    entry_points: Mapping[str, str] = NO_ENTRY_POINTS,
+    training_entry_points: Mapping[str, str] = NO_ENTRY_POINTS,
     overrides: tuple[str, ...] = (),
 ) -> None:
     """Train: train a model; settings come from the preset, then the run file, then the command line."""
@@ -74,19 +58,17 @@ def train(
     from meshwright.base.topology.unsupported import validate
     from meshwright.core import api, faults
 
-    more = {"callbacks": callbacks, "optimizer": optimizer, "schedule": schedule, "reward": reward}
-    entry_points = {**entry_points, **{name: text for name, text in more.items() if text is not None}}
     if restarts is not None:
         overrides = (*overrides, f"--launch.restarts={restarts}")
     if profile is not None:
         overrides = (*overrides, f"--profile.steps={profile}")
-    if plan == "best" and "model" in entry_points:
+    if plan == "best" and "model" in training_entry_points:
         raise ConfigError(
             "--plan best plans the model of the config",
             "try meshwright plan --model ... --out PLAN.toml, then --plan PLAN.toml",
         )
-    config = resolve_config(plan, cluster, file, overrides, ranks, steps, json, "model" in entry_points)
-    validate(config, own_model="model" in entry_points)
+    config = resolve_config(plan, cluster, file, overrides, ranks, steps, json, "model" in training_entry_points)
+    validate(config, own_model="model" in training_entry_points)
     faults.parse_faults(os.environ.get("MESHWRIGHT_FAULT", ""))  # a misspelled fault is reported before ranks start
     display = JsonLines if json else None
     train_config = api.train_as_rank if started_by_torchrun() else api.train_with_fork_server
@@ -94,7 +76,7 @@ def train(
         config,
         run,
         display,
-        entry_points,
+        training_entry_points,
         fresh=fresh,
         fork=fork,
         accept_code=accept_code,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sysconfig
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -23,25 +22,12 @@ from meshwright.errors import DataError
 def open_sources(config: DataConfig, vocab: int, separator: int | None) -> list[Source]:
     """The sources of a mixture, or the one source of a config without a mixture.
 
-    `vocab` and `separator` are those of the model. `data.tokenizer` and `data.end_of_document` apply to every source of
-    the mixture that does not set its own.
+    `vocab` and `separator` are those of the model.
     """
-    sources: list[SourceConfig] = [with_defaults(source, config) for source in config.mixture] or [config]
-    opened = [open_source(source, config, vocab, separator) for source in sources]
+    opened = [open_source(source, config, vocab, separator) for source in config.sources]
     if not any(is_packed(source) for source in opened):
         return opened
     return [source if is_packed(source) else SourceWithDocuments(source, separator) for source in opened]
-
-
-def with_defaults(source: SourceConfig, config: DataConfig) -> SourceConfig:
-    """A source of a mixture, completed by the tokenizer settings of the mixture."""
-    end_of_document = config.end_of_document if source.end_of_document == "auto" else source.end_of_document
-    return replace(
-        source,
-        tokenizer=source.tokenizer or config.tokenizer,
-        chat_template=source.chat_template or config.chat_template,
-        end_of_document=end_of_document,
-    )
 
 
 def open_source(source: SourceConfig, data: DataConfig, vocab: int, separator: int | None) -> Source:
@@ -57,7 +43,7 @@ def open_source(source: SourceConfig, data: DataConfig, vocab: int, separator: i
     files = find_files(source.path)
     skip_budget = data.bad_sample_budget if data.on_bad_sample == "quarantine" else 0
     if source.kind == "chat":
-        folder, notes = prepare_cached(source, files, skip_budget, separator)
+        folder, notes = prepare_cached(source, files, skip_budget, separator, vocab=vocab)
         chats = PackedChats(TokenShards(folder), sequence, vocab, source.packing, source.path)
         chats.notes += tuple(notes)
         return chats
@@ -66,7 +52,7 @@ def open_source(source: SourceConfig, data: DataConfig, vocab: int, separator: i
     elif source.kind == "text" and not source.tokenizer:
         dtype = np.dtype("u1")
     else:
-        ids, cached, notes = tokenize_files(source, files, skip_budget, separator)
+        ids, cached, notes = tokenize_files(source, files, skip_budget, separator, vocab=vocab)
         return TokenSource(ids, sequence, vocab, source.path, cached, notes)
     opened: list[Source] = [TokenSource(map_file(file, dtype), sequence, vocab, str(file), file) for file in files]
     return opened[0] if len(opened) == 1 else ConcatenatedSource(opened)

@@ -14,7 +14,7 @@ from meshwright.base.config import IGNORE_INDEX, RunConfig, SourceConfig, load_c
 from meshwright.base.io import read_json
 from meshwright.base.records.run_folder import RunFolder
 from meshwright.core.data.chat.packing import PackedChats, SourceWithDocuments
-from meshwright.core.data.file_sources import open_sources, with_defaults
+from meshwright.core.data.file_sources import open_sources
 from meshwright.core.data.shard_source import ShardSource
 from meshwright.core.data.source import ConcatenatedSource, Source
 from meshwright.core.data.token_files import SEPARATOR_BYTE
@@ -58,14 +58,13 @@ def read_texts(run: Path, samples: Sequence[int], tokenizer: str) -> list[dict[s
     sources = open_sources(config.data, config.model.vocab, config.model.separator)
     if run.is_dir():
         require_same_data(RunFolder(run).identity_file, sources)
-    settings = [with_defaults(source, config.data) for source in config.data.mixture] or [config.data]
     all_samples, texts = ConcatenatedSource(sources), []
     decoders: dict[int, SampleDecoder] = {}
     for sample in samples:
         source, index = all_samples.locate(sample)
         number = sources.index(source)
         if number not in decoders:
-            decoders[number] = open_decoder(settings[number], source, config, tokenizer)
+            decoders[number] = open_decoder(config.data.sources[number], source, config, tokenizer)
         documents = decoders[number].documents(source[index])
         texts.append({"sample": sample, "source": source.name, "source_index": index, "documents": documents})
     return texts

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import filecmp
 import platform
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -11,14 +12,14 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.base.config import RunConfig, SourceConfig
-from meshwright.base.io import read_regular_file
+from meshwright.base.config.data import BYTES, TOKENIZED_KINDS, TOKENIZER_FILE
+from meshwright.base.io import file_inside, read_regular_file
 from meshwright.base.store.object_url import is_url
 from meshwright.core.data.shards import TokenShards
 from meshwright.core.data.source import content_digest
 from meshwright.core.data.token_files import SEPARATOR_BYTE
 from meshwright.errors import ConfigError, DataError
 
-TOKENIZER_FILE = "tokenizer.json"
 MAX_TOKENIZER_BYTES = 256 << 20
 """Size limit of a tokenizer.json."""
 
@@ -106,19 +107,44 @@ def find_run_tokenizer(config: RunConfig, folder: Path | None = None, tokenizer:
     """The tokenizer.json of a run: `tokenizer`, that of its data, of the folder of an export or of its initial weights.
     None: bytes are tokens.
     """
-    if tokenizer or config.data.tokenizer:
-        return str(find_tokenizer(tokenizer or config.data.tokenizer))
-    if config.data.kind == "shards" and not config.data.mixture and folder is None:
-        shards = TokenShards(config.data.path)
-        if shards.index.tokenizer == "bytes":
-            return None
-        if is_url(config.data.path):
-            raise ConfigError(f"{config.data.path} is in an object store", "expected --tokenizer FILE of its tokenizer")
-        return str(shards.folder / TOKENIZER_FILE)
-    for beside in (folder, Path(config.init_from) if config.init_from else None):
-        if beside is not None and (beside / TOKENIZER_FILE).is_file():
-            return str(beside / TOKENIZER_FILE)
-    return None
+    if tokenizer:
+        return str(find_tokenizer(tokenizer))
+    found = {tokenizer_of(source) for source in config.data.sources} - {None} if folder is None else set()
+    if len(found) > 1:
+        raise DataError("the sources of data.mixture have several tokenizers", "expected --tokenizer FILE")
+    if found or config.data.tokenizer == BYTES:
+        return next((path for path in found if path != BYTES), None)
+    weights = folder or (Path(config.init_from) if config.init_from else None)
+    file = file_inside(weights.resolve(), TOKENIZER_FILE) if weights is not None else None
+    return str(file) if file is not None and file.is_file() else None
+
+
+def tokenizer_of(source: SourceConfig) -> str | None:
+    """The tokenizer.json of a source, "bytes", or None if the source does not tell, as files of token ids."""
+    if source.tokenizer:
+        return str(find_tokenizer(source.tokenizer))
+    if source.kind in TOKENIZED_KINDS:
+        return BYTES
+    if source.kind != "shards":
+        return None
+    shards = TokenShards(source.path)
+    if shards.index.tokenizer == BYTES:
+        return BYTES
+    if is_url(source.path):
+        raise ConfigError(
+            f"{source.path} is in an object store", "expected the file of its tokenizer, with --tokenizer"
+        )
+    return str(shards.folder / TOKENIZER_FILE)
+
+
+def has_tokenizer(folder: Path, tokenizer: str | None) -> bool:
+    """Whether the tokenizer.json of a folder of weights has the content of `tokenizer` (None: bytes). A folder without
+    one has token ids that nothing contradicts.
+    """
+    own = file_inside(folder.resolve(), TOKENIZER_FILE)
+    if not own.is_file():
+        return True
+    return tokenizer is not None and Path(tokenizer).is_file() and filecmp.cmp(own, tokenizer, shallow=False)
 
 
 def load_tokenizer(path: str) -> tuple[Any, str]:

@@ -26,7 +26,7 @@ def sample_run(
             raise ConfigError(f"prompt {number} is not valid UTF-8", "expected text")
     loaded = load_model(run, step)
     codec = open_codec(loaded.config, loaded.folder, tokenizer)
-    end_tokens = find_end_tokens(loaded.config, loaded.folder)
+    end_tokens = find_end_tokens(loaded.config, loaded.folder, tokenizer)
     if codec.end_token is not None:
         end_tokens.add(codec.end_token)
     encoded = [codec.encode(text) for text in prompts]

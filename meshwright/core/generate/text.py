@@ -14,7 +14,7 @@ from meshwright.base.models.config_fields import read_config_file
 from meshwright.core.data.character_tokenizer import CharacterTokenizer
 from meshwright.core.data.sample_text import decode_tokens
 from meshwright.core.data.token_files import SEPARATOR_BYTE
-from meshwright.core.data.tokenization import find_end_of_document, find_run_tokenizer, load_tokenizer
+from meshwright.core.data.tokenization import find_end_of_document, find_run_tokenizer, has_tokenizer, load_tokenizer
 from meshwright.core.weights.folder import CONFIG_FILE
 from meshwright.core.weights.huggingface_files import GENERATION_FILE
 from meshwright.errors import ConfigError, DataError
@@ -104,11 +104,17 @@ def open_codec(config: RunConfig, folder: Path | None = None, tokenizer: str = "
     return TextCodec(lambda text: encode_prompt(loaded, text, end), lambda: TokenizerStream(decode), end)
 
 
-def find_end_tokens(config: RunConfig, folder: Path | None = None) -> set[int]:
+def find_end_tokens(config: RunConfig, folder: Path | None = None, tokenizer: str = "") -> set[int]:
     """The tokens that end a text by the generation_config.json, else by the config.json, of the folder of an export or
-    of the initial weights.
+    of the initial weights; none if these have another tokenizer than the run.
     """
     weights = folder or (Path(config.init_from) if config.init_from else None)
+    if (
+        folder is None
+        and weights is not None
+        and not has_tokenizer(weights, find_run_tokenizer(config, None, tokenizer))
+    ):
+        return set()
     for file in (weights / GENERATION_FILE, weights / CONFIG_FILE) if weights is not None else ():
         tree = read_config_file(file) if file.is_file() else None
         found = tree.get("eos_token_id") if isinstance(tree, dict) else None

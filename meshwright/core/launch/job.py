@@ -17,7 +17,7 @@ from meshwright.base.config import RunConfig, fingerprint, identity, placement
 from meshwright.base.config.device_defaults import require_bf16, with_device_defaults
 from meshwright.base.environment import started_by_torchrun
 from meshwright.base.extensions import first_extension
-from meshwright.base.models.initial_model import take_initial_model
+from meshwright.base.models.initial_model import require_tokenized, take_initial_model, with_initial_tokenizer
 from meshwright.base.models.registry import validate_family
 from meshwright.base.records.attempt_files import write_incident
 from meshwright.base.records.events import Event
@@ -27,6 +27,7 @@ from meshwright.base.records.run_folder import RunFolder
 from meshwright.base.store.object_process import make_requests_in_another_process
 from meshwright.base.topology.placement import HostPlacement
 from meshwright.base.topology.unsupported import validate
+from meshwright.base.topology.unused_settings import require_data_settings
 from meshwright.base.user_code.entry_points import open_callbacks
 from meshwright.base.user_code.user_code import NO_USER_CODE, UserCode
 from meshwright.core.data.token_files import raise_if_changed
@@ -77,7 +78,7 @@ def make_job(
         make_requests_in_another_process()
     if user.model is None:
         config = take_initial_model(config)
-    config = follow_world_size(config, user.model is not None)
+    config = follow_world_size(with_initial_tokenizer(config), user.model is not None)
     given, config = config, with_device_defaults(config, device_type(config.launch), user.model is not None)
     require_bf16(given, config)
     layout, batch = validate(config, own_model=user.model is not None)
@@ -87,6 +88,9 @@ def make_job(
             f"expected at most {MAX_RANKS_PER_HOST:,}, or try more hosts (launch.hosts)",
         )
     require_compiler(config)
+    if user.source is None:
+        require_data_settings(config, folder.has_run)
+        require_tokenized(config)
     reward = open_reward(config, user)
     # The config may come from another run; the identity of the run folder says which code is that of this run.
     if config.rl.enabled:

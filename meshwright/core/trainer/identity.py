@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.base.config import RunConfig, config_to_toml, fingerprint, identity, placement
+from meshwright.base.config.data import INIT_FROM, TOKENIZER_FILE
 from meshwright.base.config.device_defaults import with_device_defaults
 from meshwright.base.config.dtypes import COMPUTE_BYTES
 from meshwright.base.io import atomic_write, read_json, write_error, write_json
@@ -269,11 +270,17 @@ def write_run_folder(folder: RunFolder, config: RunConfig, record: dict[str, Any
 
 
 def relative_to_run(folder: RunFolder, config: RunConfig) -> RunConfig:
-    """The config with the path of its initial weights as the run file has it: a run folder that has them can move."""
+    """The config with the paths of its initial weights and of their tokenizer as the run file has them: a run folder
+    that has them can move.
+    """
     if not config.init_from:
         return config
-    path = Path(config.init_from).resolve()
-    return replace(config, init_from=str(path.relative_to(folder.root) if path.is_relative_to(folder.root) else path))
+    path, data = Path(config.init_from).resolve(), config.data
+    if data.tokenizer == str(Path(config.init_from) / TOKENIZER_FILE):
+        data = replace(data, tokenizer=INIT_FROM)
+    return replace(
+        config, data=data, init_from=str(path.relative_to(folder.root) if path.is_relative_to(folder.root) else path)
+    )
 
 
 def describe_differences(before: dict[str, Any], now: dict[str, Any]) -> str:

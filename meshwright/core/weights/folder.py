@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.base.config.reader import format_value, shorten
-from meshwright.base.io import is_inside, read_json
+from meshwright.base.io import file_inside, read_json
 from meshwright.base.models.config_fields import ConfigFields, read_config_file
 from meshwright.core.weights.safetensors_file import StoredTensor, read_header
 from meshwright.errors import ConfigError
@@ -120,14 +120,6 @@ class WeightFiles:
         if not isinstance(digests, dict) or not all(isinstance(digest, str) for digest in digests.values()):
             raise ConfigError(f"{file} has no digests of tensors", "try to export the checkpoint again")
         return digests
-
-
-def file_inside(root: Path, name: str) -> Path:
-    """A file of a folder. A symbolic link that leads out of it (`is_inside`) raises ConfigError."""
-    file = root / name
-    if not is_inside(root, file):
-        raise ConfigError(f"{file} is a symbolic link out of its folder", "expected a file of the folder")
-    return file
 
 
 def pickle_error(file: Path) -> ConfigError:

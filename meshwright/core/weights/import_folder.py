@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 from pathlib import Path
 
-from meshwright.base.io import atomic_write
+from meshwright.base.config.data import TOKENIZER_FILE
+from meshwright.base.io import atomic_write, file_inside
 from meshwright.base.records.run_folder import INITIAL, RunFolder
-from meshwright.core.data.tokenization import TOKENIZER_FILE
 from meshwright.core.weights.export import temporary_folder
-from meshwright.core.weights.folder import CONFIG_FILE, INDEX_FILE, RECORD_FILE, WeightFiles, file_inside
+from meshwright.core.weights.folder import CONFIG_FILE, INDEX_FILE, RECORD_FILE, WeightFiles
 from meshwright.core.weights.huggingface_files import COMPANIONS, GENERATION_FILE, copy_file
 from meshwright.core.weights.mapping import checked_digest, find_parameters
 from meshwright.errors import ConfigError

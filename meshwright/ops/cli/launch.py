@@ -14,6 +14,10 @@ LaunchFile = Annotated[Path, positional("RUN.toml", "run file, or a run folder")
 RunDir = Annotated[Path | None, option("DIR", "run folder, which all hosts share (default: runs/NAME of NAME.toml)")]
 Hosts = Annotated[int | None, option("N", "hosts that train (default: launch.hosts)")]
 Spares = Annotated[int, option("K", "hosts beyond them, which wait until one of them fails")]
+Cpus = Annotated[
+    int | None,
+    option("N", "CPU cores per host (default: whole nodes on SLURM, else one per thread and data worker of a rank)"),
+]
 Write = Annotated[
     Path | None, option("DIR", "write the files to DIR and start nothing (default: RUN.launch, and start)")
 ]
@@ -24,6 +28,7 @@ def launch_slurm(
     run: RunDir = None,
     hosts: Hosts = None,
     spares: Spares = 0,
+    cpus: Cpus = None,
     partition: Annotated[str, option("NAME", "partition (default: that of the cluster)")] = "",
     account: Annotated[str, option("NAME", "account (default: that of the user)")] = "",
     time: Annotated[str, option("TIME", "time limit of one start, such as 1-00:00:00")] = "",
@@ -33,7 +38,7 @@ def launch_slurm(
     write: Write = None,
     json: Json = False,
     *,
-    entry_points: Mapping[str, str] = NO_ENTRY_POINTS,
+    training_entry_points: Mapping[str, str] = NO_ENTRY_POINTS,
     overrides: tuple[str, ...] = (),
 ) -> None:
     """Launch slurm: write a batch script with one supervisor per node, and submit it."""
@@ -44,6 +49,7 @@ def launch_slurm(
         run,
         hosts=hosts,
         spares=spares,
+        cpus=cpus,
         partition=partition,
         account=account,
         time=time,
@@ -51,7 +57,7 @@ def launch_slurm(
         blame_limit=blame_limit,
         python=python,
         overrides=overrides,
-        entry_points=entry_points,
+        entry_points=training_entry_points,
         write=write,
     )
     emit(json, launched.to_json(), launched.text())
@@ -68,6 +74,7 @@ def launch_kubernetes(
     ] = "jobset",
     hosts: Hosts = None,
     spares: Spares = 0,
+    cpus: Cpus = None,
     namespace: Annotated[str, option("NAME", "namespace of all objects")] = "default",
     claim: Annotated[str, option("NAME", "existing PersistentVolumeClaim for the run (default: a new one)")] = "",
     storage: Annotated[str, option("SIZE", "size of the new claim")] = "100Gi",
@@ -78,7 +85,7 @@ def launch_kubernetes(
     write: Write = None,
     json: Json = False,
     *,
-    entry_points: Mapping[str, str] = NO_ENTRY_POINTS,
+    training_entry_points: Mapping[str, str] = NO_ENTRY_POINTS,
     overrides: tuple[str, ...] = (),
 ) -> None:
     """Launch kubernetes: write a JobSet or a TrainJob with one supervisor per pod, and apply it."""
@@ -91,6 +98,7 @@ def launch_kubernetes(
         kind=kind,
         hosts=hosts,
         spares=spares,
+        cpus=cpus,
         namespace=namespace,
         claim=claim,
         storage=storage,
@@ -99,7 +107,7 @@ def launch_kubernetes(
         restarts=restarts,
         python=python,
         overrides=overrides,
-        entry_points=entry_points,
+        entry_points=training_entry_points,
         write=write,
     )
     emit(json, launched.to_json(), launched.text())
@@ -110,13 +118,14 @@ def launch_ray(
     run: RunDir = None,
     hosts: Hosts = None,
     spares: Spares = 0,
+    cpus: Cpus = None,
     ray_address: Annotated[str, option("ADDRESS", "Ray cluster; auto: the one that runs on this machine")] = "auto",
     retries: Annotated[int, option("N", "restarts in a row without a new checkpoint")] = 3,
     python: Annotated[str, option("FILE", "Python interpreter of the nodes")] = sys.executable,
     write: Write = None,
     json: Json = False,
     *,
-    entry_points: Mapping[str, str] = NO_ENTRY_POINTS,
+    training_entry_points: Mapping[str, str] = NO_ENTRY_POINTS,
     overrides: tuple[str, ...] = (),
 ) -> None:
     """Launch ray: write a script with one supervisor per node, and run it until the run is complete."""
@@ -127,11 +136,12 @@ def launch_ray(
         run,
         hosts=hosts,
         spares=spares,
+        cpus=cpus,
         ray_address=ray_address,
         retries=retries,
         python=python,
         overrides=overrides,
-        entry_points=entry_points,
+        entry_points=training_entry_points,
         write=write,
     )
     emit(json, launched.to_json(), launched.text())

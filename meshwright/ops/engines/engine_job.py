@@ -20,6 +20,8 @@ from meshwright.errors import ConfigError
 NO_OPTIONS: Mapping[str, str] = {}
 MAX_HOSTS = 65_536
 """Limit of hosts and spares of a job."""
+MAX_CPUS = 65_536
+"""Limit of CPU cores per host."""
 
 
 @dataclass(frozen=True)
@@ -36,6 +38,8 @@ class EngineJob:
     """Options of `meshwright train` besides the run file and the run folder."""
     folder: Path
     """The job folder, with the files that start the job."""
+    cpus: int | None = None
+    """CPU cores per host; None: the engine's choice"""
 
     @property
     def name(self) -> str:
@@ -50,8 +54,8 @@ class EngineJob:
 
     @property
     def cpus_per_host(self) -> int:
-        """The CPU threads of the ranks of a host."""
-        return self.ranks_per_host * self.config.launch.threads
+        """The CPU cores that an engine without whole hosts is asked for: the threads and data workers of the ranks."""
+        return self.cpus or self.ranks_per_host * (self.config.launch.threads + self.config.data.workers)
 
     def train_command(self, python: str = sys.executable, run_file: str = "", run: str = "") -> list[str]:
         """The command of a host; `run_file` and `run` are their paths on that host, if these differ from here."""
@@ -66,6 +70,7 @@ def describe_job(
     *,
     hosts: int | None = None,
     spares: int = 0,
+    cpus: int | None = None,
     overrides: Sequence[str] = (),
     entry_points: Mapping[str, str] = NO_OPTIONS,
     write: str | Path | None = None,
@@ -77,6 +82,7 @@ def describe_job(
         run: the run folder. Default: runs/NAME, where NAME.toml is the run file.
         hosts: the hosts that train. Default: ``launch.hosts`` of the run file.
         spares: hosts beyond them, which wait until one of them fails.
+        cpus: CPU cores per host. Default: the engine's choice.
         overrides: settings as ``"--key=value"``, which the command of every host gets.
         entry_points: the options of `meshwright train` that name objects of the user's code.
         write: the job folder. Default: the run folder's path with ``.launch`` appended.
@@ -87,6 +93,8 @@ def describe_job(
     hosts = config.launch.hosts if hosts is None else hosts
     if not 1 <= hosts <= MAX_HOSTS or not 0 <= spares <= MAX_HOSTS:
         raise ConfigError(f"--hosts {hosts} --spares {spares}", f"expected at least 1 host, and at most {MAX_HOSTS:,}")
+    if cpus is not None and not 1 <= cpus <= MAX_CPUS:
+        raise ConfigError(f"--cpus {cpus} is out of range", f"expected 1 to {MAX_CPUS:,} CPU cores per host")
     config = replace(config, launch=replace(config.launch, hosts=hosts))
     policy = hosts_policy(config, own_model)
     folder = file if file.is_dir() else None
@@ -101,6 +109,7 @@ def describe_job(
         policy.ranks_per_host,
         (*options, *(override for override in overrides if not override.startswith("--launch.hosts="))),
         absolute_path(write) if write is not None else chosen.with_name(f"{chosen.name}.launch"),
+        cpus,
     )
 
 

@@ -85,6 +85,7 @@ def launch_kubernetes(
     kind: Kind = "jobset",
     hosts: int | None = None,
     spares: int = 0,
+    cpus: int | None = None,
     namespace: str = "default",
     claim: str = "",
     storage: str = "100Gi",
@@ -105,6 +106,7 @@ def launch_kubernetes(
         kind: ``jobset`` (jobset.x-k8s.io) or ``trainjob`` (trainer.kubeflow.org).
         hosts: the pods that train, each on a node of its own. Default: ``launch.hosts`` of the run file.
         spares: pods beyond them, which wait until one of them fails.
+        cpus: the CPU cores that a pod requests. Default: one per thread and data worker of a rank.
         namespace: the namespace of all objects.
         claim: an existing PersistentVolumeClaim that all pods can write. Default: a new one.
         storage, storage_class: size and class of the new claim.
@@ -121,6 +123,7 @@ def launch_kubernetes(
         Path("runs") / (name or file.stem),
         hosts=hosts,
         spares=spares,
+        cpus=cpus,
         overrides=overrides,
         entry_points=entry_points,
         write=write,

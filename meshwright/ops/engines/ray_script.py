@@ -73,6 +73,7 @@ def launch_ray(
     *,
     hosts: int | None = None,
     spares: int = 0,
+    cpus: int | None = None,
     ray_address: str = "auto",
     retries: int = 3,
     python: str = sys.executable,
@@ -87,6 +88,7 @@ def launch_ray(
         run: the run folder, also shared. Default: runs/NAME, where NAME.toml is the run file.
         hosts: the nodes that train. Default: ``launch.hosts`` of the run file.
         spares: nodes beyond them, which wait until one of them fails.
+        cpus: the CPU cores of a node that Ray reserves. Default: one per thread and data worker of a rank.
         ray_address: the Ray cluster. Default: the one that runs on this machine.
         retries: restarts of a supervisor by Ray, and of the job in a row without a new checkpoint.
         python: the interpreter on the nodes.
@@ -99,7 +101,14 @@ def launch_ray(
         RayJobFailed: the job ended with an exit code that is not zero.
     """
     job = describe_job(
-        run_file, run, hosts=hosts, spares=spares, overrides=overrides, entry_points=entry_points, write=write
+        run_file,
+        run,
+        hosts=hosts,
+        spares=spares,
+        cpus=cpus,
+        overrides=overrides,
+        entry_points=entry_points,
+        write=write,
     )
     files = write_files(job.folder, {SCRIPT_NAME: ray_script(job, retries=retries, address=ray_address, python=python)})
     command = (python, "-P", str(files[0]))

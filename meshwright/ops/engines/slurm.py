@@ -34,8 +34,10 @@ trap : TERM
 (umask 077 && head -c 32 /dev/urandom | od -An -v -tx1 | tr -d ' \\n' > "$MESHWRIGHT_JOB_SECRET_FILE") || exit 1
 before=$("$python" -P -m meshwright.ops.engines.slurm_exit newest "$run") || exit 1
 
-# One supervisor per node. A supervisor that ends does not end the others: they decide together.
-srun --ntasks-per-node=1 --cpus-per-task="${{SLURM_CPUS_PER_TASK:-1}}" --kill-on-bad-exit=0 --wait=0{no_kill} bash -c '
+# One supervisor per node, whose ranks share all cores that the job has there. A supervisor that ends does not end the
+# others: they decide together.
+srun --ntasks-per-node=1 ${{SLURM_CPUS_PER_TASK:+--cpus-per-task=$SLURM_CPUS_PER_TASK}} --cpu-bind=none \
+  --kill-on-bad-exit=0 --wait=0{no_kill} bash -c '
   export MESHWRIGHT_HOST_NAME="$SLURMD_NODENAME"
   node=$(scontrol --oneliner show node "$SLURMD_NODENAME")
   export MESHWRIGHT_HOST_ADDRESS="$(sed -n "s/.* NodeAddr=\\([^ ]*\\).*/\\1/p" <<< "$node")"
@@ -48,6 +50,7 @@ wait "$step"; last=$?
 [ "$last" = 127 ] || code=$last  # 127: its exit code is known already
 
 # Ends the job, or puts it back into the queue: {folder_text}/exits.jsonl says which and why.
+trap '' TERM  # a requeue sends SIGTERM to this script, which may have nodes to exclude after it
 "$python" -P -m meshwright.ops.engines.slurm_exit decide "$run" --code "$code" --after "$before" \\
   --record "$folder/exits.jsonl" --requeues {requeues} --blame-limit {blame_limit}
 """
@@ -75,7 +78,7 @@ def slurm_script(
         "job-name": job.name,
         "nodes": str(job.hosts + job.spares),
         "ntasks-per-node": "1",
-        "cpus-per-task": str(job.cpus_per_host),
+        "cpus-per-task": str(job.cpus or ""),
         "gpus-per-node": str(job.gpus_per_host or ""),
         "partition": partition and checked(partition, "--partition"),
         "account": account and checked(account, "--account"),
@@ -85,6 +88,8 @@ def slurm_script(
     }
     lines = [f"#SBATCH --{name}={value}" for name, value in directives.items() if value]
     lines += ["#SBATCH --open-mode=append", "#SBATCH --requeue"]
+    # A task has one core by default, which its ranks would share: without --cpus, the job has its nodes for itself.
+    lines += ["#SBATCH --exclusive"] if job.cpus is None else []
     lines += ["#SBATCH --no-kill"] if outlives_nodes else []
     return SCRIPT.format(
         run_file=job.run_file,
@@ -116,6 +121,7 @@ def launch_slurm(
     *,
     hosts: int | None = None,
     spares: int = 0,
+    cpus: int | None = None,
     partition: str = "",
     account: str = "",
     time: str = "",
@@ -133,6 +139,7 @@ def launch_slurm(
         run: the run folder, also shared. Default: runs/NAME, where NAME.toml is the run file.
         hosts: the nodes that train. Default: ``launch.hosts`` of the run file.
         spares: nodes beyond them, which wait until one of them fails.
+        cpus: the CPU cores of the job per node. Default: whole nodes, which no other job shares.
         partition, account, time: as sbatch takes them. Default: those of the cluster.
         requeues: how often in a row the job returns to the queue after a failure without a new checkpoint. A time limit
             and a preemption do not count.
@@ -144,7 +151,14 @@ def launch_slurm(
             appended, and the job is submitted.
     """
     job = describe_job(
-        run_file, run, hosts=hosts, spares=spares, overrides=overrides, entry_points=entry_points, write=write
+        run_file,
+        run,
+        hosts=hosts,
+        spares=spares,
+        cpus=cpus,
+        overrides=overrides,
+        entry_points=entry_points,
+        write=write,
     )
     script = slurm_script(
         job,

@@ -132,7 +132,8 @@ def open_readers(config: RunConfig) -> list[SourceReader]:
 
 def open_reader(source: SourceConfig, config: RunConfig) -> SourceReader:
     data = config.data
-    tokenizer = source.tokenizer or data.tokenizer
+    named = source.tokenizer or data.tokenizer
+    tokenizer = "" if named == "bytes" else named
     if source.kind == "synthetic":
         return SyntheticReader(source.samples, data.sequence, config.model.vocab)
     if source.kind == "stdlib":

@@ -53,9 +53,9 @@ def open_text_tokenizer(config: RunConfig) -> TextTokenizer:
     """The tokenizer of a run's data (`data.tokenizer`, or the one beside its initial weights); bytes where there is
     none.
     """
-    path = find_run_tokenizer(config) if config.data.kind != "shards" else config.data.tokenizer or None
+    path = find_run_tokenizer(config) if config.data.kind != "shards" else config.data.sources[0].tokenizer or None
     if path is None:
-        encoder = open_encoder(config.data, config.model.separator)
+        encoder = open_encoder(replace(config.data, tokenizer=""), config.model.separator)
         return TextTokenizer(lambda text: list(text.encode()), decode_bytes, 256, encoder.end_of_document, "bytes")
     encoder = open_encoder(replace(config.data, tokenizer=path), config.model.separator)
     tokenizer, digest = load_tokenizer(path)

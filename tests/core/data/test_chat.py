@@ -340,8 +340,9 @@ def test_long_chats_are_truncated_and_counted(tmp_path):
     [source] = open_sources(chat_config(write_chats(tmp_path / "c.jsonl", chats), 12), 256, None)
     assert [part.tolist() for part in source[0]][:2] == [[*b"aaaaaaaaabbb"], [*[IGNORE_INDEX] * 8, *b"bbbb"]]
     assert [note.partition(": ")[2] for note in source.notes] == [
-        "1 of 2 chats exceed data.sequence = 12 tokens",
-        "1 of 2 chats have no answer in the sequence: left out",
+        "1 of 2 chats are left out, because they have no answer in their first 12 tokens (data.sequence); "
+        "the longest chat has 21",
+        "1 of 2 chats are truncated to 12 tokens (data.sequence); the longest chat has 21",
     ]
     with pytest.raises(DataError, match="no chat has an answer"):
         open_sources(chat_config(write_chats(tmp_path / "d.jsonl", chats[1:]), 12), 256, None)

@@ -75,6 +75,12 @@ def test_command_line_prints_text_and_json(trained, capsys):
         ({"samples": 0}, ConfigError, "samples 0 is out of range"),
         ({"overrides": ["model.ffn=56"], "ranks": 1}, IdentityError, "is of another model"),
         ({"overrides": ["data.kind=text", "data.path=absent.txt"]}, Exception, "absent.txt"),
+        (
+            {"overrides": ["data.path=other.txt"]},
+            ConfigError,
+            "data.path = other.txt has no effect: data.kind is stdlib",
+        ),
+        ({"overrides": ["optimizer.lr=1"]}, ConfigError, "optimizer.lr has no effect on an evaluation; try without"),
     ],
 )
 def test_what_cannot_be_evaluated_is_refused(trained, options, error, message):

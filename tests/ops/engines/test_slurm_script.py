@@ -66,9 +66,28 @@ def test_own_model_and_settings_reach_the_command_of_every_host(tmp_path):
     assert "--model=module:build --optimizer.lr=0.01" in script
 
 
+def test_ranks_share_the_cores_of_whole_nodes_or_those_that_are_asked_for(tmp_path):
+    whole, part = (directives(script_of(tmp_path, **options)) for options in ({}, {"cpus": 12}))
+    assert ("exclusive" in whole, "cpus-per-task" in whole) == (True, False)
+    assert ("exclusive" in part, part["cpus-per-task"]) == (False, "12")
+
+
+@pytest.mark.parametrize("engine", ["slurm", "kubernetes", "ray"])
+def test_code_of_an_update_and_callbacks_reaches_the_command_of_every_host(engine, tmp_path, capsys):
+    names = {"optimizer": "m:optimizer", "schedule": "m:schedule", "callbacks": "m:log", "reward": "m:score"}
+    options = [word for name, text in names.items() for word in (f"--{name}", text)]
+    image = ["--image", "i"] if engine == "kubernetes" else []
+    files = [str(write_run_file(tmp_path)), "--write", str(tmp_path / "job")]
+    main(["launch", engine, *files, "--cpus", "7", "--json", *options, *image])
+    text = Path(json.loads(capsys.readouterr().out)["files"][0]).read_text()
+    assert all(f"--{name}={value}" in text for name, value in names.items())
+    assert {"slurm": "cpus-per-task=7", "kubernetes": 'cpu: "7"', "ray": "cpus=7,"}[engine] in text
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
+        ({"cpus": 0}, "--cpus 0 is out of range"),
         ({"hosts": 3}, "do not divide among launch.hosts = 3"),
         ({"hosts": 0}, "--hosts 0"),
         ({"partition": "a b"}, "--partition 'a b' is not a name"),

@@ -71,7 +71,8 @@ def test_code_of_a_reward_is_part_of_the_identity():
 
 
 def test_command_line_names_a_reward(monkeypatch):
-    assert parse(train_verb, "train", ["--reward", "rl_reward:reward"])["reward"] == "rl_reward:reward"
+    parsed = parse(train_verb, "train", ["--reward", "rl_reward:reward"])
+    assert parsed["training_entry_points"] == {"reward": "rl_reward:reward"}
     monkeypatch.syspath_prepend(str(EXAMPLES))
     user = load_user_code({"reward": "rl_reward:reward", "source": "rl_reward:PROMPTS"})
     assert callable(user.reward)

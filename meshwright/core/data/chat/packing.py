@@ -43,14 +43,17 @@ class PackedChats:
                 "try a longer data.sequence, or other chats",
             )
         self.samples = pack(chats, positions[chats], sequence) if packed else [[int(chat)] for chat in chats]
-        self.notes = self._notes(len(positions), len(chats), int((shards.lengths[chats] - 1 > sequence).sum()))
+        self.notes = self._notes(shards.lengths - 1, chats)
 
-    def _notes(self, total: int, used: int, truncated: int) -> tuple[str, ...]:
+    def _notes(self, lengths: NDArray[np.int64], chats: NDArray[np.int64]) -> tuple[str, ...]:
+        total, truncated = len(lengths), int((lengths[chats] > self.sequence).sum())
+        longest = f"{self.sequence} tokens (data.sequence); the longest chat has {int(lengths.max()):,}"
         notes = []
+        if total > len(chats):
+            left_out = f"{total - len(chats):,} of {total:,} chats are left out"
+            notes.append(f"{self.name}: {left_out}, because they have no answer in their first {longest}")
         if truncated:
-            notes.append(f"{self.name}: {truncated:,} of {total:,} chats exceed data.sequence = {self.sequence} tokens")
-        if total > used:
-            notes.append(f"{self.name}: {total - used:,} of {total:,} chats have no answer in the sequence: left out")
+            notes.append(f"{self.name}: {truncated:,} of {total:,} chats are truncated to {longest}")
         return tuple(notes)
 
     def __len__(self) -> int:

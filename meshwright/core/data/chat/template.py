@@ -8,16 +8,18 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from meshwright.base.config import SourceConfig
-from meshwright.base.io import read_json, read_regular_file
+from meshwright.base.config import RunConfig, SourceConfig
+from meshwright.base.config.data import TOKENIZED_KINDS, TOKENIZER_FILE
+from meshwright.base.io import file_inside, read_json, read_regular_file
 from meshwright.core.data.chat.rendering import DEFAULT_TEMPLATE, MAX_TEMPLATE_BYTES, ChatTemplate, Span
 from meshwright.core.data.source import content_digest
-from meshwright.core.data.tokenization import end_of_bytes, find_end_of_document, load_tokenizer
+from meshwright.core.data.tokenization import end_of_bytes, find_end_of_document, has_tokenizer, load_tokenizer
 from meshwright.errors import ConfigError, DataError
 
 Tokenize = Callable[[str, bool], tuple[list[int], list[Span]]]
 """(text, whether to add the special tokens of the post-processor) -> token ids, and the characters of each token."""
 MAX_MESSAGES = 1 << 12
+SETTINGS_FILE = "tokenizer_config.json"
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -116,7 +118,7 @@ def with_end_of_chat(source: SourceConfig, separator: int | None) -> SourceConfi
     """
     if source.kind != "chat" or not source.tokenizer or source.end_of_document != "auto" or separator is not None:
         return source
-    settings = read_tokenizer_config(Path(source.tokenizer).parent / "tokenizer_config.json")
+    settings = read_tokenizer_config(Path(source.tokenizer).parent / SETTINGS_FILE)
     return replace(source, end_of_document=special_token(settings.get("eos_token")) or "none")
 
 
@@ -129,24 +131,35 @@ def open_template(source: SourceConfig) -> ChatTemplate:
     """The template of `data.chat_template`, else the one beside the tokenizer (chat_template.jinja, or chat_template of
     tokenizer_config.json), else the built-in one.
     """
-    beside = Path(source.tokenizer).parent
-    settings = read_tokenizer_config(beside / "tokenizer_config.json") if source.tokenizer else {}
+    file, beside = find_template(source), Path(source.tokenizer).parent / SETTINGS_FILE
+    settings = read_tokenizer_config(beside) if source.tokenizer else {}
     special = {name: text for name in SPECIAL_TOKENS if (text := special_token(settings.get(name)))}
-    file = Path(source.chat_template) if source.chat_template else beside / "chat_template.jinja"
     try:
-        if source.chat_template or (source.tokenizer and file.exists()):
+        if file is not None and file != beside:
             raw = read_regular_file(file, MAX_TEMPLATE_BYTES, f"chat template {file}", "a template in Jinja")
             return ChatTemplate(raw.decode(), special, str(file))
-        file = beside / "tokenizer_config.json"
         named = named_template(settings.get("chat_template"))
-        return ChatTemplate(named, special, str(file)) if named else ChatTemplate(DEFAULT_TEMPLATE, special)
+        return ChatTemplate(named, special, str(beside)) if named else ChatTemplate(DEFAULT_TEMPLATE, special)
     except (ValueError, ConfigError) as error:
         reason = error.message if isinstance(error, ConfigError) else error
         raise ConfigError(f"chat template {file} cannot be used: {reason}", "try another data.chat_template") from None
 
 
+def find_template(source: SourceConfig) -> Path | None:
+    """The file that the template of a chat source is in; None for the built-in one."""
+    if source.chat_template or not source.tokenizer:
+        return Path(source.chat_template) if source.chat_template else None
+    folder = Path(source.tokenizer).parent
+    if (folder / "chat_template.jinja").exists():
+        file_inside(folder.resolve(), "chat_template.jinja")
+        return folder / "chat_template.jinja"
+    beside = folder / SETTINGS_FILE
+    return beside if named_template(read_tokenizer_config(beside).get("chat_template")) else None
+
+
 def read_tokenizer_config(file: Path) -> dict[str, Any]:
-    settings = read_json(file) if file.exists() else {}
+    """The untrusted tokenizer_config.json beside a tokenizer; empty if there is none."""
+    settings = read_json(file_inside(file.parent.resolve(), file.name), follow=True) if file.exists() else {}
     if not isinstance(settings, dict):
         raise DataError(f"{file} is not a JSON object", "expected the tokenizer_config.json of a tokenizer")
     return settings
@@ -164,3 +177,24 @@ def special_token(value: Any) -> str:
     """A special token of a tokenizer_config.json: a text, or an object with its content."""
     text = value.get("content") if isinstance(value, dict) else value
     return text if isinstance(text, str) else ""
+
+
+def encoding_notes(config: RunConfig) -> list[str]:
+    """What encodes the text of a run, and whether the folder of its initial weights comes with something else."""
+    folder = Path(config.init_from) if config.init_from else None
+    given, notes = f"init_from = {config.init_from}", []
+    for source in config.data.sources:
+        if source.kind not in TOKENIZED_KINDS:
+            continue
+        same = folder is None or has_tokenizer(folder, source.tokenizer or None)
+        used = f"tokenizer {source.tokenizer}" if source.tokenizer else "bytes are tokens"
+        if folder is not None and not (folder / TOKENIZER_FILE).is_file():
+            notes.append(f"{used}: {given} has no {TOKENIZER_FILE}")
+        elif source.tokenizer or not same:
+            notes.append(used + ("" if same else f", and {given} has another tokenizer"))
+        if source.kind == "chat":
+            own = replace(source, tokenizer=str(folder / TOKENIZER_FILE), chat_template="") if folder else source
+            differs = find_template(own) is not None and open_template(own).source != open_template(source).source
+            template = f"chat template {find_template(source) or 'ChatML, which is built in'}"
+            notes.append(template + (f", and {given} has another one" if differs else ""))
+    return list(dict.fromkeys(notes))

@@ -29,25 +29,31 @@ EMPTY_HINTS = {
 
 
 def tokenize_files(
-    source: SourceConfig, files: list[Path], skip_budget: int, separator: int | None
+    source: SourceConfig, files: list[Path], skip_budget: int, separator: int | None, *, vocab: int
 ) -> tuple[NDArray[Any], Path, list[str]]:
     """The token ids of text or JSONL files, the cache file that they are mapped from, and notes for the user.
 
     The cache key is a digest of the content, the tokenizer, the settings and the code that decide the ids. A cache file
     that is damaged is written again.
     """
-    folder, notes = prepare_cached(source, files, skip_budget, separator)
+    folder, notes = prepare_cached(source, files, skip_budget, separator, vocab=vocab)
     return TokenShards(folder).map("tokens", 0), folder / shard_file("tokens", 0), notes
 
 
 def prepare_cached(
-    source: SourceConfig, files: list[Path], skip_budget: int, separator: int | None
+    source: SourceConfig, files: list[Path], skip_budget: int, separator: int | None, *, vocab: int
 ) -> tuple[Path, list[str]]:
     """The folder of the cache with the shards of files, and notes for the user. There is one shard, of uint32: the
     fingerprint of a source covers the type of its ids.
     """
     inputs = [InputFile(file, "text" if source.kind == "text" else "jsonl", compression(file)) for file in files]
     preparation = Preparation.of(inputs, source, separator, "uint32", MAX_SHARD_TOKENS)
+    largest = preparation.encoder.vocab - 1
+    if source.tokenizer and largest >= vocab:
+        raise DataError(
+            f"tokenizer {source.tokenizer} has token ids up to {largest}, but model.vocab = {vocab}",
+            "try the tokenizer of the model, or a larger model.vocab",
+        )
     field = "" if source.kind == "text" else source.field
     encoder = preparation.encoder if preparation.chat is None else preparation.chat
     end = preparation.encoder.end_of_document

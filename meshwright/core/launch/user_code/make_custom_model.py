@@ -153,8 +153,9 @@ def open_dataset(config: RunConfig, user: UserCode) -> Any:
     dataset = user.source
     if callable(dataset) and (isinstance(dataset, type) or not hasattr(dataset, "__getitem__")):
         dataset = call_without_arguments(dataset, "source")
-    if dataset is not None and config.data.mixture:
-        raise ConfigError("both data.mixture and source are given", "expected one of the two")
+    if dataset is not None and (config.data.mixture or config.data.path):
+        key = "data.mixture" if config.data.mixture else "data.path"
+        raise ConfigError(f"both {key} and source are given", "expected one of the two")
     return dataset
 
 

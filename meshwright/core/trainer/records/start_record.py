@@ -16,6 +16,7 @@ from meshwright.base.topology.layout import stages_per_rank
 from meshwright.base.topology.schedule_orders import action_orders
 from meshwright.base.topology.schedule_timeline import bubble_formula, peak_in_flight
 from meshwright.base.topology.unused_settings import unused_settings
+from meshwright.core.data.chat.template import encoding_notes
 from meshwright.core.data.stream import Stream
 from meshwright.core.data.token_files import source_notes
 from meshwright.core.parallel.float8 import float8_layers
@@ -49,6 +50,7 @@ def start_record(
         "shard": job.config.layout.shard,
         "inferred": list(job.custom.inferred if job.custom is not None else ()),
         "notes": unused_settings(job.given or job.config, own_model=job.custom is not None)
+        + encoding_notes(job.config)
         + source_notes(job.sources)
         + list(job.custom.notes if job.custom is not None else ())
         + (["float8 is emulated on CPU"] if job.config.precision.float8 and world.device.type == "cpu" else []),

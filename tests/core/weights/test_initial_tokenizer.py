@@ -1,0 +1,215 @@
+"""The tokenizer and the chat template of the folder of `init_from`: the defaults of data, sample and export."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from tokenizers import Tokenizer, models, pre_tokenizers
+
+from meshwright import train
+from meshwright.base.cli import main
+from meshwright.base.config import DataConfig, RunConfig, SourceConfig, config_to_toml
+from meshwright.base.models.initial_model import load_run_config, with_initial_tokenizer
+from meshwright.base.records.events import read_events
+from meshwright.base.records.run_folder import RunFolder
+from meshwright.core.api.evaluation import evaluate, with_run_tokenizer
+from meshwright.core.checkpoint.inspect import run_config
+from meshwright.core.data.chat.template import encoding_notes, open_chat_encoder
+from meshwright.core.data.file_sources import open_sources
+from meshwright.core.generate.text import open_codec
+from meshwright.core.launch.job import make_job
+from meshwright.core.weights.huggingface_files import write_huggingface_files
+from meshwright.errors import ConfigError, DataError, IdentityError
+from tests.core.weights.weight_folders import MODEL, make_folder
+from tests.kit.small_run import small_config
+
+WORDS = ["<eos>", "a", "b", "c", "d"]
+TEXT = "a b c d d c b a " * 40
+TEMPLATE = "{% for m in messages %}{% generation %}{{ m['content'] }}{% endgeneration %}{% endfor %}"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("MESHWRIGHT_CACHE", str(tmp_path / "cache"))
+
+
+def save_tokenizer(folder: Path, words: list[str] = WORDS, **settings: object) -> Path:
+    folder.mkdir(exist_ok=True)
+    tokenizer = Tokenizer(models.WordLevel({word: index for index, word in enumerate(words)}, "a"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
+    tokenizer.save(str(folder / "tokenizer.json"))
+    if settings:
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder / "tokenizer.json"
+
+
+@pytest.fixture
+def weights(tmp_path) -> Path:
+    """A folder with weights, a tokenizer, a chat template and the token that ends a text."""
+    folder = make_folder(tmp_path / "weights")
+    save_tokenizer(folder, chat_template=TEMPLATE, eos_token="<eos>")
+    (folder / "generation_config.json").write_text('{"eos_token_id": 0}')
+    return folder
+
+
+@pytest.fixture
+def text(tmp_path) -> DataConfig:
+    (tmp_path / "text.txt").write_text(TEXT)
+    return DataConfig(kind="text", path=str(tmp_path / "text.txt"), sequence=8)
+
+
+def notes_of(run: Path) -> list[str]:
+    [start] = [e for e in read_events(run / "events" / "rank-00000.jsonl") if e["kind"] == "start"]
+    return start["notes"]
+
+
+def test_a_run_trains_samples_evaluates_and_exports_by_the_tokenizer_of_its_initial_weights(
+    weights, text, tmp_path, capsys
+):
+    run, config = tmp_path / "run", replace(small_config(ranks=1, steps=1), data=text, model=MODEL)
+    train(config, init_from=weights, run=run, quiet=True)
+    assert f"tokenizer {weights / 'tokenizer.json'}" in notes_of(run)
+    assert 'tokenizer = "init_from"' in (run / "run.toml").read_text()
+    [source] = open_sources(run_config(run).data, MODEL.vocab, None)
+    assert source.ids.tolist()[:5] == [1, 2, 3, 4, 4]
+    assert open_codec(run_config(run)).encode("d a") == [4, 1]
+    (tmp_path / "other.txt").write_text("d c b a " * 20)
+    other = evaluate(run, overrides=[f"data.path={tmp_path / 'other.txt'}"])
+    assert (other.samples, other.held_out) == (80 // 8, False)
+    main(["checkpoint", "export", str(run), "--to", str(tmp_path / "out"), "--json"])
+    for name in ("tokenizer.json", "tokenizer_config.json", "generation_config.json"):
+        assert (tmp_path / "out" / name).read_bytes() == (weights / name).read_bytes()
+
+    moved = weights.rename(tmp_path / "moved")
+    with pytest.raises(DataError, match=r"tokenizer .*weights/tokenizer.json cannot be read"):
+        make_job(load_run_config(run), RunFolder(run))
+    job = make_job(load_run_config(run, [f"--init_from={moved}"]), RunFolder(run))
+    assert job.sources[0].fingerprint() == source.fingerprint()
+    other = save_tokenizer(tmp_path / "named", WORDS[::-1])
+    with pytest.raises(IdentityError, match=r"its files or its tokenizer"):
+        train(load_run_config(run, [f"--data.tokenizer={other}", "--steps=2"]), run=run, quiet=True)
+
+
+def test_a_run_folder_with_its_initial_weights_can_move(weights, text, tmp_path):
+    run = tmp_path / "run"
+    main(["checkpoint", "import", str(weights), "--run", str(run), "--json"])
+    shutil.rmtree(weights)
+    overrides = ["--data.kind=text", f"--data.path={text.path}", "--data.sequence=8", "--launch.device=cpu"]
+    train(load_run_config(run, overrides, steps=0), run=run, quiet=True)
+    moved = run.rename(tmp_path / "moved")
+    assert (
+        run_config(moved).data.tokenizer
+        == load_run_config(moved).data.tokenizer
+        == str(moved / "initial/tokenizer.json")
+    )
+
+
+def test_another_tokenizer_is_used_named_and_exported(weights, text, tmp_path):
+    named = save_tokenizer(tmp_path / "named", WORDS[::-1])
+    config = with_initial_tokenizer(RunConfig(data=replace(text, tokenizer=str(named)), init_from=str(weights)))
+    assert encoding_notes(config) == [f"tokenizer {named}, and init_from = {weights} has another tokenizer"]
+    (tmp_path / "out").mkdir()
+    write_huggingface_files(tmp_path / "out", MODEL, config, "float32")
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == named.read_bytes()
+    assert "chat_template" not in json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert "eos_token_id" not in json.loads((tmp_path / "out" / "generation_config.json").read_text())
+
+
+@pytest.mark.parametrize("settings", [{"tokenizer": "bytes"}, {"kind": "stdlib", "path": "", "tokenizer": "bytes"}])
+def test_bytes_are_named_and_no_tokenizer_is_exported(settings, weights, text, tmp_path):
+    config = with_initial_tokenizer(RunConfig(data=replace(text, **settings), init_from=str(weights)))
+    assert config.data.tokenizer == "bytes"
+    expected = (
+        [f"bytes are tokens, and init_from = {weights} has another tokenizer"] if not settings.get("kind") else []
+    )
+    assert encoding_notes(config) == expected
+    (tmp_path / "out").mkdir()
+    write_huggingface_files(tmp_path / "out", MODEL, config, "float32")
+    assert sorted(file.name for file in (tmp_path / "out").iterdir()) == ["config.json", "generation_config.json"]
+    assert open_codec(config).encode("a") == [97]
+
+
+def test_a_folder_without_a_tokenizer_is_named(text, tmp_path):
+    folder = make_folder(tmp_path / "plain")
+    config = with_initial_tokenizer(RunConfig(data=text, init_from=str(folder)))
+    assert encoding_notes(config) == [f"bytes are tokens: init_from = {folder} has no tokenizer.json"]
+    assert encoding_notes(RunConfig(data=text)) == []
+
+
+def test_chats_are_rendered_by_the_template_of_the_folder_and_the_export_has_that_of_the_run(weights, tmp_path):
+    chats = DataConfig(kind="chat", path=str(tmp_path / "chats.jsonl"), sequence=8)
+    config = with_initial_tokenizer(RunConfig(data=chats, init_from=str(weights)))
+    record = {"messages": [{"role": "assistant", "content": "d c"}]}
+    assert open_chat_encoder(config.data.sources[0], None).encode(record) == ([4, 3], [1, 1])
+    used = [f"tokenizer {weights / 'tokenizer.json'}", f"chat template {weights / 'tokenizer_config.json'}"]
+    assert encoding_notes(config) == used
+
+    (weights / "chat_template.jinja").write_text(TEMPLATE)
+    (tmp_path / "named.jinja").write_text("named " + TEMPLATE)
+    named = replace(config, data=replace(config.data, chat_template=str(tmp_path / "named.jinja")))
+    template = f"chat template {tmp_path / 'named.jinja'}, and init_from = {weights} has another one"
+    assert encoding_notes(named) == [used[0], template]
+    for settings, expected in ((config, TEMPLATE), (named, "named " + TEMPLATE)):
+        out = tmp_path / f"out-{len(expected)}"
+        out.mkdir()
+        write_huggingface_files(out, MODEL, settings, "float32")
+        assert (out / "chat_template.jinja").read_text() == expected
+    assert "chat_template" not in json.loads((out / "tokenizer_config.json").read_text())
+
+
+def test_the_default_data_does_not_train_weights_with_a_tokenizer_on_bytes(weights, tmp_path):
+    config = replace(small_config(ranks=1), model=MODEL, data=DataConfig(sequence=8), init_from=str(weights))
+    with pytest.raises(ConfigError, match=r"trains on bytes, and init_from = .* has a tokenizer; try --data.kind=text"):
+        make_job(config, RunFolder(tmp_path / "run"))
+
+
+def test_a_tokenizer_with_more_tokens_than_the_model_is_refused(weights, text):
+    save_tokenizer(weights, [*WORDS, *map(str, range(20))])
+    config = with_initial_tokenizer(RunConfig(data=text, init_from=str(weights)))
+    with pytest.raises(
+        DataError, match=r"tokenizer .* has token ids up to 24, but model.vocab = 12; try the tokenizer"
+    ):
+        open_sources(config.data, MODEL.vocab, None)
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json", "chat_template.jinja"])
+def test_a_link_out_of_the_folder_is_refused(name, weights, tmp_path):
+    (weights / name).unlink(missing_ok=True)
+    (tmp_path / "secret").write_text("{}")
+    (weights / name).symlink_to(tmp_path / "secret")
+    data = DataConfig(kind="chat", path=str(tmp_path), sequence=8)
+    with pytest.raises(ConfigError, match=f"{name} is a symbolic link out of its folder"):
+        open_chat_encoder(with_initial_tokenizer(RunConfig(data=data, init_from=str(weights))).data, None)
+
+
+def test_sources_of_a_mixture_get_the_tokenizer_unless_they_name_one(weights, text, tmp_path):
+    own = SourceConfig(kind="text", path=text.path, tokenizer="bytes")
+    data = DataConfig(mixture=(SourceConfig(kind="text", path=text.path), own), sequence=8)
+    config = with_initial_tokenizer(RunConfig(data=data, init_from=str(weights)))
+    assert [source.tokenizer for source in config.data.sources] == [str(weights / "tokenizer.json"), ""]
+    with pytest.raises(DataError, match=r"the sources of data.mixture have several tokenizers"):
+        open_codec(config)
+    assert config_to_toml(config).count('tokenizer = "bytes"') == 1
+
+
+def test_other_text_is_evaluated_by_the_tokenizer_of_a_run_whose_data_names_none(weights, text):
+    recorded = RunConfig(data=DataConfig(kind="tokens", path="ids.bin"), init_from=str(weights))
+    assert with_run_tokenizer(RunConfig(data=text), recorded).data.tokenizer == str(weights / "tokenizer.json")
+    assert with_run_tokenizer(RunConfig(data=text), RunConfig(data=text)).data.tokenizer == ""
+
+
+def test_a_snapshot_of_the_hugging_face_cache_has_links_to_its_blobs(weights, tmp_path):
+    model = tmp_path / "models--name"
+    model.mkdir()
+    weights.rename(model / "blobs")
+    snapshot = model / "snapshots" / "1"
+    snapshot.mkdir(parents=True)
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        (snapshot / name).symlink_to(model / "blobs" / name)
+    data = DataConfig(kind="chat", path=str(tmp_path), sequence=8)
+    config = with_initial_tokenizer(RunConfig(data=data, init_from=str(snapshot)))
+    assert open_chat_encoder(config.data, None).template.source == TEMPLATE
