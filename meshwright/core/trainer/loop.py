@@ -34,6 +34,7 @@ from meshwright.core.trainer.custom_model import copy_trained_weights
 from meshwright.core.trainer.evaluate import Evaluation
 from meshwright.core.trainer.first_batch.choices import make_choices
 from meshwright.core.trainer.first_batch.fused_head_check import verify_fused_head
+from meshwright.core.trainer.first_batch.parallel_pass import compare_with_plain_pass
 from meshwright.core.trainer.identity import build_identity, check_run_folder, write_run_folder
 from meshwright.core.trainer.job import Job, open_peer_memory
 from meshwright.core.trainer.objective import Objective
@@ -139,6 +140,7 @@ class Training:
                 self.log.write("choices", **choices.to_json())
             self.step.check_context(loader.first)
             self.step.warmup_backward(loader.first)
+            compare_with_plain_pass(job, self.step)
 
         with self.spans.span("restore", job.first_step):
             self.done = self.first_step = self._restore()
@@ -148,8 +150,7 @@ class Training:
             parameters = partial(collect_state, self.module, self.saved, {})
             self.rollouts.signal_seen = self.signals.received
             # the first attempt with these initial weights
-            changed = [change["attempt"] for change in self.identity["code_changes"]]
-            first = max(1, self.identity["forked_by"], *changed)
+            first = max(1, self.identity["forked_by"], *(c["attempt"] for c in self.identity["code_changes"]))
             self.rollouts.begin(self.done, self.lineage, self.resume.manifest_facts(), parameters, first)
         self.batches = loader.steps(self.done, self.config.steps)
         job.observer.on_start(self)
@@ -395,6 +396,5 @@ class Training:
             write = self.world.rank == 0 or not self.job.supervised  # forked ranks share the modules, torchrun's do not
             mesh = self.parallel_model.meshes.submesh("pipeline")
             group = mesh.get_group() if mesh is not None else None
-            masters = self.parallel_model.masters
-            copy_trained_weights(self.module, masters, self.job.custom.modules(), write, group)
+            copy_trained_weights(self.module, self.parallel_model.masters, self.job.custom.modules(), write, group)
         return summary

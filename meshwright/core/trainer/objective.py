@@ -88,6 +88,8 @@ class Objective(nn.Module):
         self.returns_count = returns_count
         self.measured: list[Tensor] = []
         """sums and counts since the last `pop_measured`; the stages of a pipeline share the list"""
+        self.changed_in_forward: frozenset[str] = frozenset()
+        """names of the model's parameters that a forward pass changes"""
         self.checked = False
         check_declared_reduction(loss, self.reduction)
         if loss is None and (batch.is_tuple or batch.count is None):

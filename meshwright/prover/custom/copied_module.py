@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from meshwright.core.trainer.custom_model import CustomModel
+from meshwright.core.trainer.custom_model import CustomModel, copy_module
 from meshwright.core.trainer.first_batch.trained_tensors import has_hook, leaves_of
 from meshwright.prover.custom.subject import plain_objective
 from meshwright.prover.oracle.plain_model import BatchDivision, PlainModel, Samples, seed_all
@@ -34,8 +33,8 @@ def find_unregistered(model: PlainModel, samples: Samples, names: set[str]) -> s
 
 def find_copy_problem(model: PlainModel, custom: CustomModel, samples: Samples) -> str:
     """How the gradients of a copy differ from those of the module: every rank trains a copy. '' if they do not."""
-    loss = copy.deepcopy(custom.loss) if isinstance(custom.loss, nn.Module) else custom.loss
-    copied = replace(custom, module=copy.deepcopy(custom.module), loss=loss)
+    loss = copy_module(custom.loss) if isinstance(custom.loss, nn.Module) else custom.loss
+    copied = replace(custom, module=copy_module(custom.module), loss=loss)
     other = PlainModel(plain_objective(copied), BatchDivision(), dtype=model.dtype)
     own, found = ({id(p): n for n, p in m.parameters().items()} for m in (model, other))
     for leaf in leaves_of(loss_of(other, samples)):

@@ -1,0 +1,107 @@
+"""Compares model and loss as the user gave them with their copies, which ranks train, on the first samples.
+
+A loss may read the given model through a closure, such as an auxiliary loss that forward keeps in the module. The
+forward of a copy does not set that, and the copies would train to another loss without a word.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from meshwright.core.parallel.data_parallel.replica_check import parameter_checksum
+from meshwright.core.parallel.materialize import named_tensors
+from meshwright.core.parallel.parallel_model import unchanged_state
+from meshwright.core.parallel.sync_batch_norm import synchronize_batch_norm
+from meshwright.core.trainer.custom_model import MODEL_PREFIX, CustomModel, disable_caches, kept_results
+from meshwright.core.trainer.first_batch.first_samples import Flat
+from meshwright.core.trainer.first_batch.plain_pass import run_pass
+from meshwright.core.trainer.objective import Objective
+from meshwright.errors import ConfigError, describe_exception
+
+TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5}
+"""Relative difference of two passes that run the same operators in the same order; more than that is another result."""
+NOT_COMPARED = "model and loss as given are not compared with the copies that ranks train"
+CPU = torch.device("cpu")
+
+
+def compare_with_given(custom: CustomModel, flat: Flat, dtype: torch.dtype) -> tuple[list[str], tuple[str, ...]]:
+    """Raises ConfigError if model and loss as given compute another loss or gradient than their copies. Returns notes,
+    and the names of the parameters that a forward pass changes.
+    """
+    own = next((p.dtype for p in custom.module.parameters() if p.is_floating_point()), dtype)
+    dtype = own if own in TOLERANCES else dtype
+    try:
+        with as_given(custom, dtype) as objective:
+            before = parameter_checksums(objective)
+            given = run_pass(objective, flat)
+            changed = tuple(
+                name for name, checksum in parameter_checksums(objective).items() if before[name] != checksum
+            )
+            kept = [name for module in custom.modules() for name, _ in kept_results(module)]
+    except Exception as error:  # noqa: BLE001  a user's model may raise anything
+        return [f"{NOT_COMPARED}: {type(error).__name__}: {' '.join(describe_exception(error).split())}"], ()
+    try:
+        copied = run_pass(custom.build_objective(CPU, dtype), flat)
+    except Exception as error:
+        raised = f"{type(error).__name__}: {' '.join(describe_exception(error).split())}"
+        raise given_error(f"loss of the first batch is {given.loss:.6g}", f"it raises {raised}", kept) from error
+    name = given.difference(copied, TOLERANCES[dtype], custom.frozen) if math.isfinite(given.loss) else ""
+    if not name:
+        return [], changed
+    again = run_pass(custom.build_objective(CPU, dtype), flat)
+    if again.difference(copied, TOLERANCES[dtype], custom.frozen):
+        return [f"{NOT_COMPARED}: two copies compute different gradients"], changed
+    if name == "loss":
+        raise given_error(f"loss of the first batch is {given.loss:.6g}", f"{copied.loss:.6g}", kept)
+    quantity = f"norm of the gradient of {name.removeprefix(MODEL_PREFIX)} on the first batch"
+    raise given_error(f"{quantity} is {given.norm(name):.6g}", f"{copied.norm(name):.6g}", kept)
+
+
+@contextmanager
+def as_given(custom: CustomModel, dtype: torch.dtype) -> Iterator[Objective]:
+    """The user's own objects, with clones of their values in a dtype. Everything is restored."""
+    tensors = list(dict.fromkeys(tensor for module in custom.modules() for _, tensor in named_tensors(module)))
+    values = [(tensor, tensor.data, tensor.grad) for tensor in tensors]
+    children = [child for module in custom.modules() for child in module.modules()]
+    classes = [(child, child.__class__) for child in children]
+    configs = [config for child in children if hasattr(config := getattr(child, "config", None), "use_cache")]
+    caches = [(config, config.use_cache) for config in configs]
+    try:
+        for tensor in tensors:
+            tensor.data = tensor.data.to(dtype if tensor.is_floating_point() else tensor.dtype, copy=True)
+            tensor.grad = None
+        for module in custom.modules():
+            synchronize_batch_norm(module)
+        disable_caches(custom.module)
+        objective = custom.objective_of(custom.module, custom.loss)
+        with unchanged_state(objective):
+            yield objective
+    finally:
+        for tensor, value, gradient in values:
+            tensor.grad = None
+            tensor.data = value
+            tensor.grad = gradient
+        for child, kind in classes:
+            child.__class__ = kind
+        for config, use_cache in caches:
+            config.use_cache = use_cache
+
+
+def given_error(given: str, copied: str, kept: list[str]) -> ConfigError:
+    """The error for copies that compute something else than the user's own objects."""
+    what = f"an auxiliary loss that forward keeps in {' and '.join(kept[:2])}" if kept else "what forward keeps in it"
+    return ConfigError(
+        f"the {given} with the model and loss as given, and with the copies that ranks train {copied}: the loss, or a "
+        f"hook, reads the given model through a closure, such as {what}",
+        "try to return it from forward with the outputs, or a model that computes its loss itself",
+    )
+
+
+def parameter_checksums(objective: Objective) -> dict[str, int]:
+    """The checksum of every parameter, by the user's name."""
+    named = objective.named_parameters()
+    return {name.removeprefix(MODEL_PREFIX): int(parameter_checksum(p.contiguous())) for name, p in named}
