@@ -94,7 +94,7 @@ KEPT = (int, float, Tensor)
 
 
 @contextmanager
-def unchanged_state(module: nn.Module) -> Iterator[None]:
+def unchanged_module(module: nn.Module) -> Iterator[None]:
     """Restores what forward passes that belong to no step change: buffers, the parameters that a user's forward
     changes, and the numbers and tensors that modules keep in attributes.
     """

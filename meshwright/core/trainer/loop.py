@@ -41,7 +41,7 @@ from meshwright.core.trainer.objective import Objective
 from meshwright.core.trainer.precision import Precision, named_operators, set_determinism
 from meshwright.core.trainer.records.plan_recorder import PlanRecorder
 from meshwright.core.trainer.records.run_summary import RunSummary
-from meshwright.core.trainer.records.start_record import rank_record, start_record
+from meshwright.core.trainer.records.start_record import rank_record, write_start
 from meshwright.core.trainer.records.step_counters import StepCounters, count_step, group_axes
 from meshwright.core.trainer.records.step_profiler import StepProfiler
 from meshwright.core.trainer.records.step_recorder import StepRecorder, finite_or_none
@@ -175,10 +175,7 @@ class Training:
         job, rank = self.job, self.world.rank
         listener = self.callbacks.listener(job.listener if rank == 0 else None)
         log = EventLog(job.folder.events(rank), job.attempt, rank, listener, self.world.heartbeat.set_lost_events)
-        log.write("start", **start_record(job, self.parallel_model, self.stream, self.identity, self.world))
-        for change in self.identity["code_changes"]:
-            if change["attempt"] == job.attempt:
-                log.write("code_changed", step=change["step"], changes=change["changes"])
+        write_start(log, job, self.parallel_model, self.stream, self.identity, self.world)
         return log
 
     def _build_callbacks(self) -> CallbackDispatcher:

@@ -19,7 +19,7 @@ from meshwright.core.trainer.first_batch.first_samples import Flat, find_unit, r
 from meshwright.core.trainer.first_batch.given_objects import NOT_COMPARED, compare_with_given
 from meshwright.core.trainer.first_batch.gradient_sketch import PlainPass
 from meshwright.core.trainer.first_batch.model_notes import gradient_notes, model_notes, short_list, unused_parameters
-from meshwright.core.trainer.first_batch.plain_pass import affordable_rows, first_rows, make_plain_pass
+from meshwright.core.trainer.first_batch.plain_pass import affordable_rows, describe, first_rows, make_plain_pass
 from meshwright.core.trainer.first_batch.trained_tensors import check_hooks, check_registered
 from meshwright.core.trainer.forward_arguments import describe_dropped, dropped_entries
 from meshwright.core.trainer.objective import Objective, Reduction
@@ -108,7 +108,10 @@ def check_first_batch(
     )
     if compared is not None and config is not None:
         rows, applied = first_rows(compared, config.batch.micro), found.apply(custom)
-        plain_pass, reason = make_plain_pass(applied, rows, objective.dtype, config.precision)
+        try:
+            plain_pass, reason = make_plain_pass(applied, rows, objective.dtype, config.precision)
+        except Exception as error:  # noqa: BLE001  what fails on some rows only, or in the precision of the run
+            plain_pass, reason = None, describe(error)
         found = replace(found, plain_pass=plain_pass)
     if reason:
         what = "the gradients of the ranks are not compared with a plain pass" if compared is not None else NOT_COMPARED

@@ -14,13 +14,13 @@ import torch
 
 from meshwright.core.parallel.data_parallel.replica_check import parameter_checksum
 from meshwright.core.parallel.materialize import named_tensors
-from meshwright.core.parallel.parallel_model import unchanged_state
+from meshwright.core.parallel.parallel_model import unchanged_module
 from meshwright.core.parallel.sync_batch_norm import synchronize_batch_norm
 from meshwright.core.trainer.custom_model import MODEL_PREFIX, CustomModel, disable_caches, kept_results
 from meshwright.core.trainer.first_batch.first_samples import Flat
-from meshwright.core.trainer.first_batch.plain_pass import run_pass
+from meshwright.core.trainer.first_batch.plain_pass import Computed, describe, run_pass
 from meshwright.core.trainer.objective import Objective
-from meshwright.errors import ConfigError, describe_exception
+from meshwright.errors import ConfigError
 
 TOLERANCES = {torch.float64: 1e-9, torch.float32: 1e-5}
 """Relative difference of two passes that run the same operators in the same order; more than that is another result."""
@@ -34,6 +34,7 @@ def compare_with_given(custom: CustomModel, flat: Flat, dtype: torch.dtype) -> t
     """
     own = next((p.dtype for p in custom.module.parameters() if p.is_floating_point()), dtype)
     dtype = own if own in TOLERANCES else dtype
+    copied_objective = custom.build_objective(CPU, dtype)  # before the given model may have changed what it keeps
     try:
         with as_given(custom, dtype) as objective:
             before = parameter_checksums(objective)
@@ -43,18 +44,24 @@ def compare_with_given(custom: CustomModel, flat: Flat, dtype: torch.dtype) -> t
             )
             kept = [name for module in custom.modules() for name, _ in kept_results(module)]
     except Exception as error:  # noqa: BLE001  a user's model may raise anything
-        return [f"{NOT_COMPARED}: {type(error).__name__}: {' '.join(describe_exception(error).split())}"], ()
+        return [f"{NOT_COMPARED}: {describe(error)}"], ()
+    copied: Computed | str
     try:
-        copied = run_pass(custom.build_objective(CPU, dtype), flat)
-    except Exception as error:
-        raised = f"{type(error).__name__}: {' '.join(describe_exception(error).split())}"
-        raise given_error(f"loss of the first batch is {given.loss:.6g}", f"it raises {raised}", kept) from error
-    name = given.difference(copied, TOLERANCES[dtype], custom.frozen) if math.isfinite(given.loss) else ""
+        copied = run_pass(copied_objective, flat)
+        name = given.difference(copied, TOLERANCES[dtype], custom.frozen) if math.isfinite(given.loss) else ""
+    except Exception as error:  # noqa: BLE001
+        name, copied = "loss", describe(error)
     if not name:
         return [], changed
-    again = run_pass(custom.build_objective(CPU, dtype), flat)
-    if again.difference(copied, TOLERANCES[dtype], custom.frozen):
-        return [f"{NOT_COMPARED}: two copies compute different gradients"], changed
+    try:
+        with as_given(custom, dtype) as objective:
+            again = run_pass(objective, flat)
+    except Exception as error:  # noqa: BLE001
+        return [f"{NOT_COMPARED}: the second pass of them raises {describe(error)}"], changed
+    if given.difference(again, TOLERANCES[dtype], custom.frozen):
+        return [f"{NOT_COMPARED}: two passes of them differ"], changed
+    if isinstance(copied, str):
+        raise given_error(f"loss of the first batch is {given.loss:.6g}", f"it raises {copied}", kept)
     if name == "loss":
         raise given_error(f"loss of the first batch is {given.loss:.6g}", f"{copied.loss:.6g}", kept)
     quantity = f"norm of the gradient of {name.removeprefix(MODEL_PREFIX)} on the first batch"
@@ -78,7 +85,7 @@ def as_given(custom: CustomModel, dtype: torch.dtype) -> Iterator[Objective]:
             synchronize_batch_norm(module)
         disable_caches(custom.module)
         objective = custom.objective_of(custom.module, custom.loss)
-        with unchanged_state(objective):
+        with unchanged_module(objective):
             yield objective
     finally:
         for tensor, value, gradient in values:

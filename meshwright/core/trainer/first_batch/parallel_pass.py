@@ -14,7 +14,7 @@ from torch import Tensor
 
 from meshwright.core.parallel.context_parallel.start_check import evaluation_mode
 from meshwright.core.parallel.local_shard import full_tensor
-from meshwright.core.parallel.parallel_model import PassHooks, unchanged_state
+from meshwright.core.parallel.parallel_model import PassHooks, unchanged_module
 from meshwright.core.trainer.custom_model import MODEL_PREFIX
 from meshwright.core.trainer.first_batch.gradient_sketch import GradientSketch, PlainPass
 from meshwright.core.trainer.job import Job
@@ -75,7 +75,7 @@ def run_parallel_pass(job: Job, step: Step, plain: PlainPass) -> tuple[float, di
     inputs = tuple(map(world.to_device, model.shard_inputs(plain.flat)))
     step.expert_balancer.begin_step(scale, step.precision.parameters)
     mode = nullcontext() if plain.training else evaluation_mode(model.module)
-    with torch.compiler.set_stance("force_eager"), unchanged_state(model.module), mode:
+    with torch.compiler.set_stance("force_eager"), unchanged_module(model.module), mode:
         model.forward_backward([inputs] * micro_batches, hooks)
     gradients = model.gradients()
     sketches = {}

@@ -17,6 +17,7 @@ from meshwright.core.trainer.first_batch.first_samples import FIRST_PART, Flat, 
 from meshwright.core.trainer.first_batch.gradient_sketch import GradientSketch, PlainPass
 from meshwright.core.trainer.objective import Objective
 from meshwright.core.trainer.precision import Precision
+from meshwright.errors import describe_exception
 
 MAX_SECONDS = 10.0
 """Processor time of the passes that are compared."""
@@ -106,6 +107,11 @@ def make_plain_pass(
     }
     rounding = abs(exact.loss - rounded.loss) / max(abs(exact.loss), 1e-300)
     return PlainPass(flat, exact.loss, rounding, sketches, training), ""
+
+
+def describe(error: Exception) -> str:
+    """The error of a user's code in one line."""
+    return f"{type(error).__name__}: {' '.join(describe_exception(error).split())}"
 
 
 @torch.no_grad()
