@@ -26,7 +26,7 @@ def prepare_custom_model(custom: CustomModel, source: Source, config: RunConfig,
     ConfigError if its loss is not a sum over samples.
     """
     custom = replace(custom, batch=find_structure(source, custom.collate))
-    found = check_in_process(run_check, "first batch", config.launch.hang_timeout, custom, source, config, layout)
+    found = check_in_process(run_check, "first batch", config.launch.hang_timeout, custom, source, config)
     assert isinstance(found, FirstBatch)
     if found.unused and uses_ddp(layout) and not (config.ddp.find_unused_parameters or config.ddp.static_graph):
         more = f" and {len(found.unused) - 1} more" if len(found.unused) > 1 else ""
@@ -66,7 +66,6 @@ def check_in_process(check: Callable[..., Any], what: str, timeout: float, *args
         raise failed.cause() from None
 
 
-def run_check(_world: Any, custom: CustomModel, source: Source, config: RunConfig, layout: Layout) -> FirstBatch:
+def run_check(_world: Any, custom: CustomModel, source: Source, config: RunConfig) -> FirstBatch:
     torch.set_num_threads(config.launch.threads)
-    compared = layout.ranks > 1 and not config.init_from and not config.precision.float8
-    return check_first_batch(custom, source, config.seed, config if compared else None)
+    return check_first_batch(custom, source, config.seed, config)

@@ -51,7 +51,7 @@ class CustomProof:
             custom = prepare_custom_model(custom, sources[0], self.config, Layout.from_config(self.config.layout))
         except ConfigError as error:
             return error
-        return Subject(replace(custom, plain_pass=None), sources)  # a proof run compares its steps itself
+        return Subject(custom, sources)
 
     @property
     def subject(self) -> Subject:

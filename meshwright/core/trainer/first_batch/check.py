@@ -10,7 +10,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from meshwright.base.config import RunConfig
+from meshwright.base.config import RunConfig, derive_batch
+from meshwright.base.topology.layout import Layout
 from meshwright.core.data.batch_structure import CountRule
 from meshwright.core.data.source import Source
 from meshwright.core.trainer.custom_model import CustomModel
@@ -19,7 +20,13 @@ from meshwright.core.trainer.first_batch.first_samples import Flat, find_unit, r
 from meshwright.core.trainer.first_batch.given_objects import NOT_COMPARED, compare_with_given
 from meshwright.core.trainer.first_batch.gradient_sketch import PlainPass
 from meshwright.core.trainer.first_batch.model_notes import gradient_notes, model_notes, short_list, unused_parameters
-from meshwright.core.trainer.first_batch.plain_pass import affordable_rows, describe, first_rows, make_plain_pass
+from meshwright.core.trainer.first_batch.plain_pass import (
+    affordable_rows,
+    describe,
+    first_rows,
+    make_plain_pass,
+    why_incomparable,
+)
 from meshwright.core.trainer.first_batch.trained_tensors import check_hooks, check_registered
 from meshwright.core.trainer.forward_arguments import describe_dropped, dropped_entries
 from meshwright.core.trainer.objective import Objective, Reduction
@@ -77,7 +84,7 @@ def check_first_batch(
     batches = shorten(custom, complete)
     if reason := why_unchecked(custom, batches[0]):
         return leave_unchecked(custom, complete[0], reason)
-    custom = custom.with_values(seed)
+    given, custom = custom, custom.with_values(seed)
     try:
         objective, tolerance = build_copy(custom, batches[0])
     except Exception as error:
@@ -106,17 +113,24 @@ def check_first_batch(
         objective.returns_count,
         changed,
     )
-    if compared is not None and config is not None:
-        rows, applied = first_rows(compared, config.batch.micro), found.apply(custom)
-        try:
-            plain_pass, reason = make_plain_pass(applied, rows, objective.dtype, config.precision)
-        except Exception as error:  # noqa: BLE001  what fails on some rows only, or in the precision of the run
-            plain_pass, reason = None, describe(error)
-        found = replace(found, plain_pass=plain_pass)
-    if reason:
-        what = "the gradients of the ranks are not compared with a plain pass" if compared is not None else NOT_COMPARED
-        found = replace(found, notes=(*found.notes, f"{what}: {reason}"))
-    return found
+    if compared is None:
+        return replace(found, notes=(*found.notes, f"{NOT_COMPARED}: {reason}"))
+    if config is None or (layout := Layout.from_config(config.layout)).ranks == 1:
+        return found
+    micro, shortened = derive_batch(config.batch, layout.data_degree).micro, batches is not complete
+    rows = first_rows(compared, micro)
+    reason = why_incomparable(given, config, layout, too_many=len(rows[0]) > micro, shortened=shortened)
+    if objective.has_auxiliary and layout.context > 1:
+        reason = "the auxiliary loss of routers is another one on chunks of the sequence"
+    try:
+        plain_pass = reason or make_plain_pass(found.apply(custom), rows, objective.dtype, config.precision)
+    except Exception as error:  # noqa: BLE001  what fails on some rows only, or in the precision of the run
+        plain_pass = describe(error)
+    if isinstance(plain_pass, PlainPass):
+        return replace(found, plain_pass=plain_pass)
+    return replace(
+        found, notes=(*found.notes, f"the gradients of ranks are not compared with a plain pass: {plain_pass}")
+    )
 
 
 def leave_unchecked(custom: CustomModel, flat: Flat, reason: str) -> FirstBatch:

@@ -10,11 +10,14 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from meshwright.base.config import PrecisionConfig
+from meshwright.base.config import PrecisionConfig, RunConfig
+from meshwright.base.topology.layout import Layout
+from meshwright.core.parallel.materialize import named_tensors
 from meshwright.core.trainer.custom_model import MODEL_PREFIX, CustomModel
 from meshwright.core.trainer.first_batch.batch_check import seeded
-from meshwright.core.trainer.first_batch.first_samples import FIRST_PART, Flat, parameter_count, split_batch
+from meshwright.core.trainer.first_batch.first_samples import FIRST_PART, MIN_SEQUENCE, Flat, parameter_count
 from meshwright.core.trainer.first_batch.gradient_sketch import GradientSketch, PlainPass
+from meshwright.core.trainer.first_batch.model_notes import dtype_name
 from meshwright.core.trainer.objective import Objective
 from meshwright.core.trainer.precision import Precision
 from meshwright.errors import describe_exception
@@ -81,17 +84,33 @@ def affordable_rows(objective: Objective, custom: CustomModel, flat: Flat) -> tu
 
 def first_rows(flat: Flat, count: int) -> Flat:
     """The first rows of a batch, or all of them where an entry is not one row per sample."""
-    return tuple(t[:count] for t in flat) if split_batch(flat) else flat
+    return tuple(t[:count] for t in flat) if all(t.ndim and len(t) == len(flat[0]) for t in flat) else flat
 
 
-def make_plain_pass(
-    custom: CustomModel, flat: Flat, dtype: torch.dtype, config: PrecisionConfig
-) -> tuple[PlainPass | None, str]:
+def why_incomparable(custom: CustomModel, config: RunConfig, layout: Layout, *, too_many: bool, shortened: bool) -> str:
+    """Why ranks cannot compute of these samples what one process does; an empty text if they can. `too_many`: they are
+    more than a micro-batch; `shortened`: their sequences are cut.
+    """
+    weights = Precision(config.precision, CPU).parameters
+    if config.init_from:
+        return "the initial weights are those of init_from"
+    if config.precision.float8:
+        return "the layers compute in float8"
+    if too_many:
+        return "the batch of the check cannot be cut to the size of a micro-batch"
+    if shortened and (MIN_SEQUENCE % layout.tensor or MIN_SEQUENCE % (2 * layout.context)):
+        return "its sequences are cut, and the layout divides them into more parts"
+    if any(t.is_meta and t.is_floating_point() and t.dtype != weights for _, t in named_tensors(custom.module)):
+        return f"init writes other values into tensors of {dtype_name(weights)}"
+    return ""
+
+
+def make_plain_pass(custom: CustomModel, flat: Flat, dtype: torch.dtype, config: PrecisionConfig) -> PlainPass | str:
     """The pass of a copy, or why ranks cannot compare theirs with it."""
     objective = custom.build_objective(CPU, dtype)
     training = not is_random(objective, flat)
     if not training and is_random(objective.eval(), flat):
-        return None, "forward draws random numbers in evaluation mode too"
+        return "forward draws random numbers in evaluation mode too"
     precision = Precision(config, CPU)
 
     def compute(dtype: torch.dtype, precision: Precision | None = None) -> Computed:
@@ -100,13 +119,13 @@ def make_plain_pass(
 
     exact, rounded = compute(dtype), compute(precision.parameters, precision)
     if not math.isfinite(exact.loss):
-        return None, "the loss is not finite"
+        return "the loss is not finite"
     sketches = {
         name: GradientSketch.of(gradient, exact.error(name, rounded) / max(exact.norm(name), 1e-300))
         for name, gradient in exact.gradients.items()
     }
     rounding = abs(exact.loss - rounded.loss) / max(abs(exact.loss), 1e-300)
-    return PlainPass(flat, exact.loss, rounding, sketches, training), ""
+    return PlainPass(flat, exact.loss, rounding, sketches, training)
 
 
 def describe(error: Exception) -> str:

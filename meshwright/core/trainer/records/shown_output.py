@@ -36,4 +36,4 @@ class ShownOutput:
 def show_output(report: Callable[[str], None]) -> None:
     """Shows what this process prints from now on."""
     stream = sys.stdout
-    sys.stdout = ShownOutput(getattr(stream, "_stream", stream), report)  # type: ignore[assignment]
+    sys.stdout = ShownOutput(getattr(stream, "_stream", stream), report)
