@@ -126,7 +126,8 @@ def default_lr(kind: type[torch.optim.Optimizer]) -> Any:
     """The learning rate of an optimizer that is made without one: that of the first class that has such an argument. A
     class in front of it may pass its keywords on.
     """
-    signatures = (inspect.signature(base.__init__).parameters for base in kind.__mro__)
+    bases = (base for base in kind.__mro__ if issubclass(base, torch.optim.Optimizer))
+    signatures = (inspect.signature(base).parameters for base in bases)
     return next((parameters["lr"].default for parameters in signatures if "lr" in parameters), None)
 
 

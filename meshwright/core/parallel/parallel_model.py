@@ -98,8 +98,9 @@ def unchanged_module(module: nn.Module) -> Iterator[None]:
     """Restores what forward passes that belong to no step change: buffers, the parameters that a user's forward
     changes, and the numbers and tensors that modules keep in attributes.
     """
-    changed = {f"model.{name}" for name in getattr(module, "changed_in_forward", ())}
-    tensors = [*module.buffers(), *(p for name, p in module.named_parameters() if name in changed)]
+    changed = getattr(module, "changed_in_forward", ())
+    parameters = (p for name, p in module.named_parameters() if name.removeprefix("model.") in changed)
+    tensors = [*module.buffers(), *parameters]
     values = [(tensor, tensor.detach().clone()) for tensor in tensors]
     attributes = [(child, dict(vars(child))) for child in module.modules()]
     try:

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
+import transformers
 from torch import nn
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel
 
@@ -15,6 +16,7 @@ from meshwright.base.records.run_folder import RunFolder
 from meshwright.core.trainer.first_batch import check
 from meshwright.core.trainer.first_batch.gradient_sketch import GradientSketch
 from meshwright.errors import ConfigError
+from tests.core.trainer.first_batch_models import sequences
 from tests.core.trainer.test_given_objects import Momentum
 from tests.kit.custom_model import custom_config, run_custom
 
@@ -146,3 +148,11 @@ def test_sketch_sees_other_elements_another_norm_and_no_rounding():
     sparse = torch.zeros_like(gradient)
     sparse[7] = gradient[7]
     assert GradientSketch.of(sparse).error(GradientSketch.of(sparse * (1 + 1e-9)), 0.0) < 1e-8
+
+
+def test_keys_that_are_turned_in_float32_are_compared_with_the_tolerance_of_bf16(tmp_path):
+    config = custom_config(1, layout=LayoutConfig(replicate=1, context=2), precision=PrecisionConfig(compute="bf16"))
+    sizes = {"hidden_size": 16, "intermediate_size": 32, "num_hidden_layers": 4, "num_attention_heads": 4}
+    torch.manual_seed(0)
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(vocab_size=11, **sizes))
+    run_custom(tmp_path / "run", config, model=model, loss=None, source=sequences() * 4)

@@ -115,22 +115,29 @@ def check_first_batch(
     )
     if compared is None:
         return replace(found, notes=(*found.notes, f"{NOT_COMPARED}: {reason}"))
-    if config is None or (layout := Layout.from_config(config.layout)).ranks == 1:
+    if config is None or Layout.from_config(config.layout).ranks == 1:
         return found
-    micro, shortened = derive_batch(config.batch, layout.data_degree).micro, batches is not complete
-    rows = first_rows(compared, micro)
-    reason = why_incomparable(given, config, layout, too_many=len(rows[0]) > micro, shortened=shortened)
-    if objective.has_auxiliary and layout.context > 1:
-        reason = "the auxiliary loss of routers is another one on chunks of the sequence"
-    try:
-        plain_pass = reason or make_plain_pass(found.apply(custom), rows, objective.dtype, config.precision)
-    except Exception as error:  # noqa: BLE001  what fails on some rows only, or in the precision of the run
-        plain_pass = describe(error)
+    reason = why_incomparable(given, config, shortened=batches is not complete)
+    plain_pass = reason or plain_pass_of_ranks(found.apply(custom), compared, objective, config)
     if isinstance(plain_pass, PlainPass):
         return replace(found, plain_pass=plain_pass)
-    return replace(
-        found, notes=(*found.notes, f"the gradients of ranks are not compared with a plain pass: {plain_pass}")
-    )
+    note = f"the gradients of ranks are not compared with a plain pass: {plain_pass}"
+    return replace(found, notes=(*found.notes, note))
+
+
+def plain_pass_of_ranks(custom: CustomModel, flat: Flat, objective: Objective, config: RunConfig) -> PlainPass | str:
+    """The pass that ranks compare theirs with, of no more samples than a micro-batch has, or why there is none."""
+    layout = Layout.from_config(config.layout)
+    micro = derive_batch(config.batch, layout.data_degree).micro
+    rows = first_rows(flat, micro)
+    if len(rows[0]) > micro:
+        return "the batch of the check cannot be cut to the size of a micro-batch"
+    if objective.has_auxiliary and layout.context > 1:
+        return "the auxiliary loss of routers is another one on chunks of the sequence"
+    try:
+        return make_plain_pass(custom, rows, objective.dtype, config.precision)
+    except Exception as error:  # noqa: BLE001  what fails on some rows only, or in the precision of the run
+        return describe(error)
 
 
 def leave_unchecked(custom: CustomModel, flat: Flat, reason: str) -> FirstBatch:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 
@@ -75,8 +76,8 @@ def as_given(custom: CustomModel, dtype: torch.dtype) -> Iterator[Objective]:
     values = [(tensor, tensor.data, tensor.grad) for tensor in tensors]
     children = [child for module in custom.modules() for child in module.modules()]
     classes = [(child, child.__class__) for child in children]
-    configs = [config for child in children if hasattr(config := getattr(child, "config", None), "use_cache")]
-    caches = [(config, config.use_cache) for config in configs]
+    configs: list[Any] = [getattr(child, "config", None) for child in children]
+    caches = [(config, config.use_cache) for config in configs if hasattr(config, "use_cache")]
     try:
         for tensor in tensors:
             tensor.data = tensor.data.to(dtype if tensor.is_floating_point() else tensor.dtype, copy=True)

@@ -58,8 +58,9 @@ def compare_with_plain_pass(job: Job, step: Step) -> None:
     differs = not of_loss <= tolerance + ROUNDING * plain.rounding
     if found[rank][0] > 1e6 or differs:
         uses = step.world.all_gather_ints(step.context.pipeline_rank, 0, calls, name="use of the model")
-        if error := use_error([ModelUse(*use) for _, *use in uses], [stage for stage, *_ in uses], 0):
-            raise error
+        other_use = use_error([ModelUse(*use) for _, *use in uses], [stage for stage, *_ in uses], 0)
+        if other_use is not None:
+            raise other_use
         raise parallel_error(job, plain, loss, names[found[rank][1]], norm)
 
 

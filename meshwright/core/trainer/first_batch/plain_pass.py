@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 
 from meshwright.base.config import PrecisionConfig, RunConfig
-from meshwright.base.topology.layout import Layout
 from meshwright.core.parallel.materialize import named_tensors
 from meshwright.core.trainer.custom_model import MODEL_PREFIX, CustomModel
 from meshwright.core.trainer.first_batch.batch_check import seeded
@@ -87,17 +86,16 @@ def first_rows(flat: Flat, count: int) -> Flat:
     return tuple(t[:count] for t in flat) if all(t.ndim and len(t) == len(flat[0]) for t in flat) else flat
 
 
-def why_incomparable(custom: CustomModel, config: RunConfig, layout: Layout, *, too_many: bool, shortened: bool) -> str:
-    """Why ranks cannot compute of these samples what one process does; an empty text if they can. `too_many`: they are
-    more than a micro-batch; `shortened`: their sequences are cut.
+def why_incomparable(custom: CustomModel, config: RunConfig, *, shortened: bool) -> str:
+    """Why ranks cannot compute of the first samples what one process does; an empty text if they can. `shortened`:
+    their sequences are cut.
     """
+    layout = config.layout
     weights = Precision(config.precision, CPU).parameters
     if config.init_from:
         return "the initial weights are those of init_from"
     if config.precision.float8:
         return "the layers compute in float8"
-    if too_many:
-        return "the batch of the check cannot be cut to the size of a micro-batch"
     if shortened and (MIN_SEQUENCE % layout.tensor or MIN_SEQUENCE % (2 * layout.context)):
         return "its sequences are cut, and the layout divides them into more parts"
     if any(t.is_meta and t.is_floating_point() and t.dtype != weights for _, t in named_tensors(custom.module)):
