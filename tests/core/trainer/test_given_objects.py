@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
+
 import pytest
 import torch
 from torch import nn
 from torch.nn.functional import cross_entropy
 
 from meshwright.base.config import LayoutConfig, PrecisionConfig, RunConfig
+from meshwright.base.config.device_defaults import with_device_defaults
 from meshwright.base.topology.layout import Layout
 from meshwright.core.launch.first_batch_check import require_kept_changes
 from meshwright.core.trainer.custom_model import copy_module
+from meshwright.core.trainer.first_batch import plain_pass
 from meshwright.errors import ConfigError
 from tests.core.trainer.first_batch_models import check, language_model, linear, points, sequences, summed
 
@@ -120,6 +124,40 @@ def test_distillation_from_a_model_beside_it_is_accepted():
 
 def test_model_with_a_generator_of_its_own_is_not_refused():
     check(linear(Counted(drawn=True)), summed, points())
+
+
+@pytest.mark.parametrize(
+    ("setting", "value", "reason"),
+    [
+        ("MAX_SECONDS", -1.0, "that would take 0 s on a CPU"),
+        ("BYTES", 1 << 50, "that needs .* MiB of memory, and .* MiB are free"),
+    ],
+)
+def test_what_needs_too_much_is_not_compared_and_named(monkeypatch, setting, value, reason):
+    monkeypatch.setattr(plain_pass, setting, value)
+    model = Router(torch.zeros(()))
+    [note] = check(model, lambda outputs, targets: summed(outputs, targets) + model.aux, points()).notes
+    assert re.search(f"are not compared with the copies that ranks train: {reason}", note)
+
+
+class Drawing(nn.Module):
+    def forward(self, x):
+        return x + torch.randn_like(x)
+
+
+@pytest.mark.parametrize(
+    ("layer", "config", "reason"),
+    [
+        (nn.Identity(), RunConfig(), ""),
+        (nn.Dropout(0.5), RunConfig(), ""),
+        (Drawing(), RunConfig(), "forward draws random numbers in evaluation mode too"),
+        (nn.Identity(), RunConfig(init_from="weights"), "the initial weights are those of init_from"),
+    ],
+)
+def test_pass_of_ranks_is_made_or_named_as_not_compared(layer, config, reason):
+    config = with_device_defaults(config, "cpu", True)
+    notes = [note for note in check(linear(layer), summed, points(), config=config).notes if "not compared" in note]
+    assert notes == [f"the gradients of ranks are not compared with a plain pass: {reason}"] * bool(reason)
 
 
 def test_given_objects_stay_as_they_are():

@@ -74,7 +74,7 @@ def run_decoder(folder, heads_first, **sections):
 def test_plan_that_cuts_a_fused_projection_into_wrong_parts_is_refused(tmp_path):
     expected = (
         r"the first samples have the loss [\d.]+ and a gradient of layers\.\d\.\w+\.\w+ of norm [\d.]+ in one plain "
-        r"process, and [\d.]+ and [\d.]+ on the layout tensor 2: look at its row layers\.\*\.\w+ of "
+        r"process, and [\d.]+ and [\d.]+ on the layout tensor 2: look at layers.*.qkv, layers.*.out in "
     )
     with pytest.raises(ConfigError, match=expected) as failed:
         run_decoder(tmp_path / "run", heads_first=False)

@@ -1,7 +1,7 @@
 """Compares model and loss as the user gave them with their copies, which ranks train, on the first samples.
 
 A loss may read the given model through a closure, such as an auxiliary loss that forward keeps in the module. The
-forward of a copy does not set that, and the copies would train to another loss without a word.
+forward of a copy does not set that, and training would minimize another loss.
 """
 
 from __future__ import annotations

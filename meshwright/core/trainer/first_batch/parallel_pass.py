@@ -29,6 +29,8 @@ NOTHING = {"fp64": 1e-9, "fp32": 1e-4, "fp16": 3e-2, "bf16": 3e-2}
 """Share of the norm of all gradients that a gradient which should be zero may have."""
 ROUNDING = 8.0
 """How much larger errors may be than those that the precision of the run has in one process."""
+MAX_ROWS = 4
+"""Rows of a tensor-parallel plan that an error lists."""
 
 
 def compare_with_plain_pass(job: Job, step: Step) -> None:
@@ -106,8 +108,9 @@ def parallel_error(job: Job, plain: PlainPass, loss: float, name: str, norm: flo
     causes = []
     if layout.tensor > 1:
         module = own_name.rpartition(".")[0]
-        rows = [row for row in job.custom.spec.tp_plan() if fnmatch(module, row)]
-        row = f"its row {rows[0]} of ParallelSpec.tp_plan" if rows else "ParallelSpec.tp_plan, which has no row for it"
+        parent = module.rpartition(".")[0]
+        rows = [row for row in job.custom.spec.tp_plan() if fnmatch(parent, row.rpartition(".")[0])]
+        row = f"{', '.join(rows[:MAX_ROWS])} in ParallelSpec.tp_plan" if rows else "ParallelSpec.tp_plan"
         causes.append(f"{row}, such as ColwiseParallel of a fused projection that is cut into parts")
     if layout.pipeline > 1:
         causes.append("what the module computes outside of its blocks (pipeline)")

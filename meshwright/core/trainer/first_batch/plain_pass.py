@@ -6,6 +6,7 @@ import math
 import os
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -67,7 +68,7 @@ def run_pass(objective: Objective, flat: Flat, precision: Precision | None = Non
 
 def affordable_rows(objective: Objective, custom: CustomModel, flat: Flat) -> tuple[Flat | None, str]:
     """The rows of a batch for which all passes stay within `MAX_SECONDS` and the free memory, or why there are none."""
-    free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
+    free = available_bytes() // int(os.environ.get("LOCAL_WORLD_SIZE", 1))
     if (needed := BYTES * parameter_count(custom)) > free:
         return None, f"that needs {needed >> 20:,} MiB of memory, and {free >> 20:,} MiB are free"
     few = first_rows(flat, FIRST_PART)
@@ -79,6 +80,14 @@ def affordable_rows(objective: Objective, custom: CustomModel, flat: Flat) -> tu
         if seconds * len(candidate[0]) / max(1, len(few[0])) <= MAX_SECONDS:
             return candidate, ""
     return None, f"that would take {seconds:.0f} s on a CPU"
+
+
+def available_bytes() -> int:
+    """The memory of the host that processes can allocate: free, or of caches that the kernel gives back."""
+    try:
+        return 1024 * int(Path("/proc/meminfo").read_text().split("MemAvailable:")[1].split()[0])
+    except (OSError, IndexError):
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def first_rows(flat: Flat, count: int) -> Flat:
