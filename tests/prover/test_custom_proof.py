@@ -58,6 +58,48 @@ def test_loss_that_train_refuses_is_a_failed_claim_and_nothing_is_trained():
     assert any("`train` refuses the model" in sentence for sentence in mean.not_proven())
 
 
+class Kept(Classifier):
+    """Keeps an auxiliary loss, which has been computed once before."""
+
+    def forward(self, x):
+        outputs = super().forward(x)
+        self.aux = outputs.square().sum()
+        return outputs
+
+
+def test_auxiliary_loss_that_a_closure_reads_is_a_failed_claim_and_no_error():
+    model = Kept()
+    model(torch.ones(2, WIDTH))
+    kept = proof(CustomCase(model, lambda o, t: class_loss(o, t) + model.aux, REPLICATE, Points()))
+    first, *others = kept.check_model()
+    assert not first.passed
+    assert "an auxiliary loss that forward keeps in aux" in first.measured
+    assert any("a copy of the module still computes with" in claim.measured for claim in others)
+
+
+class Momentum(Classifier):
+    """Its teacher follows its student."""
+
+    def __init__(self):
+        super().__init__()
+        self.teacher = nn.Linear(WIDTH, WIDTH).requires_grad_(False)
+        self.student = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x):
+        if self.training:
+            self.teacher.weight.data.lerp_(self.student.weight.data, 0.5)
+        return super().forward(self.student(x) + self.teacher(x))
+
+
+def test_momentum_teacher_is_proven_in_one_process_and_not_in_training():
+    momentum = proof(CustomCase(Momentum(), class_loss, REPLICATE, Points()))
+    assert [claim.measured for claim in momentum.check_model() if not claim.passed] == []
+    assert not {"training", "recovery"} & momentum.checks().keys()
+    assert any("forward changes teacher.weight in every micro-batch" in sentence for sentence in momentum.not_proven())
+    sharded = proof(CustomCase(Momentum(), class_loss, LayoutConfig(replicate=2, shard="optimizer"), Points()))
+    assert "the change is lost" in next(sharded.check_model()).measured
+
+
 def test_what_needs_formulas_of_built_in_models_is_listed_as_not_proven():
     listed = "; ".join(proof(CustomCase(Classifier(), class_loss, REPLICATE, Points())).not_proven())
     assert "initial weights" in listed

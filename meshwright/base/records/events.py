@@ -39,6 +39,7 @@ EVENT_KINDS = (
     "calibrated",
     "profile",
     "callback_failed",
+    "output",
     "end",
     "straggler",
     "hang",

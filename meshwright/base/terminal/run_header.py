@@ -35,7 +35,11 @@ def header(config: RunConfig, folder: Path, attempt: int, start: Event) -> list[
         *(f"  note    {note}" for note in start.get("notes", ())),
         f"  config  {folder / 'run.toml'}  identity {start['identity']}  placement {start['placement']}",
     ]
-    if not start.get("supervised", True):
+    supervised = start.get("supervised", True)
+    if supervised and start.get("user_code"):
+        logs = folder / "attempts" / f"{attempt:04d}" / "*.log"
+        lines.append(f"  output  what rank 0 prints is shown here; what all processes print is in {logs}")
+    if not supervised:
         lines.append("  watch   torchrun supervises the ranks: Meshwright does not report hangs and stragglers here")
     return lines
 

@@ -13,7 +13,7 @@ from rich.text import Text
 
 from meshwright.base.config import RunConfig
 from meshwright.base.history.step_table import RECENT_STEPS
-from meshwright.base.io import format_bytes, format_clock
+from meshwright.base.io import format_bytes, format_clock, printable
 from meshwright.base.records.events import Event
 from meshwright.base.terminal.console import make_console
 from meshwright.base.terminal.rollout_progress import rollout_fields
@@ -174,6 +174,9 @@ class Terminal:
     def _callback_failed(self, event: Event) -> None:
         text = f"the callback {event['callback']} failed in {event['hook']}, and the run continues: {event['message']}"
         self.print(text, "yellow")
+
+    def _output(self, event: Event) -> None:
+        self.print(printable(event["text"]))
 
     def _end(self, event: Event) -> None:
         self.close()

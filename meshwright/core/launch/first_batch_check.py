@@ -9,14 +9,15 @@ from typing import Any
 import torch
 
 from meshwright.base.config import RunConfig
+from meshwright.base.config.dtypes import rounds_weights
 from meshwright.base.records.failures import RanksFailed
 from meshwright.base.topology.layout import Layout
-from meshwright.base.topology.parameter_shards import uses_ddp
+from meshwright.base.topology.parameter_shards import uses_ddp, uses_fsdp
 from meshwright.core.data.source import Source, find_structure
 from meshwright.core.launch.ranks import run_ranks
 from meshwright.core.trainer.custom_model import CustomModel
 from meshwright.core.trainer.first_batch.check import FirstBatch, check_first_batch
-from meshwright.core.trainer.first_batch.model_notes import dtype_notes
+from meshwright.core.trainer.first_batch.model_notes import dtype_notes, short_list
 from meshwright.errors import ConfigError
 
 
@@ -33,8 +34,23 @@ def prepare_custom_model(custom: CustomModel, source: Source, config: RunConfig,
             f"{found.unused[0]}{more} got no gradient from the first batch, and DDP waits for one of every parameter",
             "try ddp.find_unused_parameters = true, or requires_grad_(False) for parameters that are never used",
         )
+    require_kept_changes(found.changed, config, layout)
     custom = found.apply(custom)
     return replace(custom, notes=(*custom.notes, *dtype_notes(custom.module, config.precision)))
+
+
+def require_kept_changes(changed: tuple[str, ...], config: RunConfig, layout: Layout) -> None:
+    """Raises a ConfigError if forward changes parameters, and ranks compute with copies of their shards."""
+    if not changed or (not uses_fsdp(layout) and layout.tensor * layout.pipeline == 1 and not rounds_weights(config)):
+        return
+    settings = (
+        "precision.weights = fp32" if rounds_weights(config) else "layout.shard = none and layout.replicate alone"
+    )
+    raise ConfigError(
+        f"forward changes {short_list(changed)} without the optimizer, as a momentum teacher does, and the change is "
+        f"lost: ranks of the layout {layout} compute with copies of their shards or of master weights",
+        f"try {settings}",
+    )
 
 
 def check_in_process(check: Callable[..., Any], what: str, timeout: float, *args: Any) -> Any:
@@ -52,4 +68,4 @@ def check_in_process(check: Callable[..., Any], what: str, timeout: float, *args
 
 def run_check(_world: Any, custom: CustomModel, source: Source, config: RunConfig) -> FirstBatch:
     torch.set_num_threads(config.launch.threads)
-    return check_first_batch(custom, source, config.seed)
+    return check_first_batch(custom, source, config.seed, config)

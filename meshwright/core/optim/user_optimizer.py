@@ -111,9 +111,8 @@ def make_optimizer(factory: OptimizerFactory, groups: list[dict[str, Any]], lr: 
             "expected an optimizer of all parameters; try frozen groups for those that are not trained",
         )
     rates = {rate for parameter, rate in found.items() if rate != given[parameter]}
-    default = inspect.signature(type(optimizer)).parameters.get("lr")
     own = optimizer.defaults.get("lr")
-    if own is not None and own != lr and (default is None or own != default.default):
+    if own not in (None, lr, default_lr(type(optimizer))):
         rates.add(own)
     if rates:
         raise ConfigError(
@@ -121,6 +120,15 @@ def make_optimizer(factory: OptimizerFactory, groups: list[dict[str, Any]], lr: 
             "try --optimizer.lr, a schedule, and lr_factor of groups, without lr in the factory",
         )
     return optimizer
+
+
+def default_lr(kind: type[torch.optim.Optimizer]) -> Any:
+    """The learning rate of an optimizer that is made without one: that of the first class that has such an argument. A
+    class in front of it may pass its keywords on.
+    """
+    bases = (base for base in kind.__mro__ if issubclass(base, torch.optim.Optimizer))
+    signatures = (inspect.signature(base).parameters for base in bases)
+    return next((parameters["lr"].default for parameters in signatures if "lr" in parameters), None)
 
 
 def empty_state(parameter: nn.Parameter, kinds: dict[str, str]) -> dict[str, Tensor]:

@@ -89,16 +89,32 @@ def persistent_buffers(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
                 yield f"{prefix}.{name}" if prefix else name, buffer
 
 
+KEPT = (int, float, Tensor)
+"""What a forward pass may keep in an attribute of a module from one call to the next."""
+
+
 @contextmanager
-def unchanged_buffers(module: nn.Module) -> Iterator[None]:
-    """Restores the buffers after forward passes that belong to no step: running statistics count those of steps."""
-    buffers = [(buffer, buffer.clone()) for buffer in module.buffers()]
+def unchanged_module(module: nn.Module) -> Iterator[None]:
+    """Restores what forward passes that belong to no step change: buffers, the parameters that a user's forward
+    changes, and the numbers and tensors that modules keep in attributes.
+    """
+    changed = getattr(module, "changed_in_forward", ())
+    parameters = (p for name, p in module.named_parameters() if name.removeprefix("model.") in changed)
+    tensors = [*module.buffers(), *parameters]
+    values = [(tensor, tensor.detach().clone()) for tensor in tensors]
+    attributes = [(child, dict(vars(child))) for child in module.modules()]
     try:
         yield
     finally:
         with torch.no_grad():
-            for buffer, before in buffers:
-                buffer.copy_(before)
+            for tensor, value in values:
+                tensor.copy_(value)
+        for child, before in attributes:
+            for key, value in list(vars(child).items()):
+                if isinstance(value, KEPT) and key not in before:
+                    del vars(child)[key]
+                elif isinstance(value, KEPT) and value is not before[key]:
+                    vars(child)[key] = before[key]
 
 
 def rounded_parameters(module: nn.Module) -> Iterator[nn.Parameter]:

@@ -22,6 +22,7 @@ from meshwright.core.parallel.materialize import Materializer, named_tensors
 from meshwright.core.parallel.parallel_model import rounded_parameters
 from meshwright.core.parallel.parallel_spec import ParallelSpec
 from meshwright.core.parallel.sync_batch_norm import synchronize_batch_norm
+from meshwright.core.trainer.first_batch.gradient_sketch import PlainPass
 from meshwright.core.trainer.objective import LossFunction, Metric, Objective, Reduction, ignored_target, shifts_labels
 from meshwright.errors import ConfigError
 
@@ -64,6 +65,10 @@ class CustomModel:
     """what was inferred of the spec, one line per field"""
     notes: tuple[str, ...] = ()
     """what the check of the first batch found, one line each"""
+    changed: frozenset[str] = frozenset()
+    """names of the parameters that a forward pass changes, such as those of a momentum teacher"""
+    plain_pass: PlainPass | None = None
+    """what ranks compare their first pass with; None: nothing"""
 
     def __post_init__(self) -> None:
         count = self.batch.count
@@ -117,7 +122,7 @@ class CustomModel:
         """Returns the model with its initial values, in this process, if it is on the meta device."""
         if not self.on_meta():
             return self
-        module = copy.deepcopy(self.module)
+        module = copy_module(self.module)
         Materializer(module, None, torch.device("cpu")).allocate(module)
         for name, tensor in named_tensors(module):
             if name in self.on_meta():
@@ -126,14 +131,22 @@ class CustomModel:
 
     def build_objective(self, device: torch.device, dtype: torch.dtype) -> Objective:
         """Returns a copy of model and loss as one module on a device."""
-        module = copy.deepcopy(self.module)
-        loss = copy.deepcopy(self.loss).to(device, dtype) if isinstance(self.loss, nn.Module) else self.loss
+        module = copy_module(self.module)
+        loss = copy_module(self.loss).to(device, dtype) if isinstance(self.loss, nn.Module) else self.loss
         synchronize_batch_norm(module)
         disable_caches(module)
         if self.on_meta():
             module = module.to(dtype)._apply(lambda tensor: tensor if tensor.is_meta else tensor.to(device))
         else:
             module = module.to(device, dtype)
+        objective = self.objective_of(module, loss)
+        for name, parameter in objective.named_parameters():
+            if name.removeprefix(MODEL_PREFIX) in self.frozen:
+                parameter.requires_grad_(False)
+        return objective
+
+    def objective_of(self, module: nn.Module, loss: LossFunction | None) -> Objective:
+        """Returns a model and a loss as one module."""
         objective = Objective(
             module,
             loss,
@@ -143,14 +156,25 @@ class CustomModel:
             loss_names=self.loss_names,
             returns_count=self.returns_count,
         )
-        for name, parameter in objective.named_parameters():
-            if name.removeprefix(MODEL_PREFIX) in self.frozen:
-                parameter.requires_grad_(False)
+        objective.changed_in_forward = self.changed
         return objective
 
     def objective_spec(self) -> ParallelSpec:
         """Returns the spec of the module that `build_objective` returns."""
         return self.spec.under_objective()
+
+
+def copy_module(module: nn.Module) -> nn.Module:
+    """Returns a copy of a module, without the graphs of the results that an earlier forward pass has kept in it."""
+    return copy.deepcopy(module, {id(result): result.detach().clone() for _, result in kept_results(module)})
+
+
+def kept_results(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yields the attributes of modules in which a forward pass has kept a result."""
+    for prefix, child in module.named_modules():
+        for key, value in vars(child).items():
+            if isinstance(value, Tensor) and value.grad_fn is not None:
+                yield f"{prefix}.{key}" if prefix else key, value
 
 
 def disable_caches(module: nn.Module) -> None:

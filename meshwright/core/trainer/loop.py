@@ -33,13 +33,14 @@ from meshwright.core.trainer.custom_model import copy_trained_weights
 from meshwright.core.trainer.evaluate import Evaluation
 from meshwright.core.trainer.first_batch.choices import make_choices
 from meshwright.core.trainer.first_batch.fused_head_check import verify_fused_head
+from meshwright.core.trainer.first_batch.parallel_pass import compare_with_plain_pass
 from meshwright.core.trainer.identity import build_identity, check_run_folder, write_run_folder
 from meshwright.core.trainer.job import Job, open_peer_memory
 from meshwright.core.trainer.objective import Objective
 from meshwright.core.trainer.precision import Precision, named_operators, set_determinism
 from meshwright.core.trainer.records.plan_recorder import PlanRecorder
 from meshwright.core.trainer.records.run_summary import RunSummary
-from meshwright.core.trainer.records.start_record import rank_record, start_record
+from meshwright.core.trainer.records.start_record import rank_record, write_start
 from meshwright.core.trainer.records.step_counters import StepCounters, count_step, group_axes
 from meshwright.core.trainer.records.step_profiler import StepProfiler
 from meshwright.core.trainer.records.step_recorder import StepRecorder, finite_or_none
@@ -138,6 +139,7 @@ class Training:
                 self.log.write("choices", **choices.to_json())
             self.step.check_context(loader.first)
             self.step.warmup_backward(loader.first)
+            compare_with_plain_pass(job, self.step)
 
         with self.spans.span("restore", job.first_step):
             self.done = self.first_step = self._restore()
@@ -147,8 +149,7 @@ class Training:
             parameters = partial(collect_state, self.module, self.saved, {})
             self.rollouts.signal_seen = self.signals.received
             # the first attempt with these initial weights
-            changed = [change["attempt"] for change in self.identity["code_changes"]]
-            first = max(1, self.identity["forked_by"], *changed)
+            first = max(1, self.identity["forked_by"], *(c["attempt"] for c in self.identity["code_changes"]))
             self.rollouts.begin(self.done, self.lineage, self.resume.manifest_facts(), parameters, first)
         self.batches = loader.steps(self.done, self.config.steps)
         job.observer.on_start(self)
@@ -173,10 +174,7 @@ class Training:
         job, rank = self.job, self.world.rank
         listener = self.callbacks.listener(job.listener if rank == 0 else None)
         log = EventLog(job.folder.events(rank), job.attempt, rank, listener, self.world.heartbeat.set_lost_events)
-        log.write("start", **start_record(job, self.parallel_model, self.stream, self.identity, self.world))
-        for change in self.identity["code_changes"]:
-            if change["attempt"] == job.attempt:
-                log.write("code_changed", step=change["step"], changes=change["changes"])
+        write_start(log, job, self.parallel_model, self.stream, self.identity, self.world)
         return log
 
     def _build_callbacks(self) -> CallbackDispatcher:
@@ -394,6 +392,5 @@ class Training:
             write = self.world.rank == 0 or not self.job.supervised  # forked ranks share the modules, torchrun's do not
             mesh = self.parallel_model.meshes.submesh("pipeline")
             group = mesh.get_group() if mesh is not None else None
-            masters = self.parallel_model.masters
-            copy_trained_weights(self.module, masters, self.job.custom.modules(), write, group)
+            copy_trained_weights(self.module, self.parallel_model.masters, self.job.custom.modules(), write, group)
         return summary

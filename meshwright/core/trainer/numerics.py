@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from meshwright.core.data.loader import MicroBatch
 from meshwright.core.models.layers.experts import Experts
 from meshwright.core.parallel.local_shard import local_tensor
-from meshwright.core.parallel.parallel_model import ParallelModel, unchanged_buffers
+from meshwright.core.parallel.parallel_model import ParallelModel, unchanged_module
 from meshwright.core.parallel.sync_batch_norm import GroupBatchNorm
 
 
@@ -77,7 +77,7 @@ def first_nonfinite(
     handles.append(model.register_forward_hook(watch("the loss")))
     try:
         with (
-            unchanged_buffers(model),
+            unchanged_module(model),
             autocast(),
             parallel_model.micro_step(last=True),
             torch.set_grad_enabled(not collective),

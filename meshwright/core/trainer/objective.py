@@ -88,6 +88,8 @@ class Objective(nn.Module):
         self.returns_count = returns_count
         self.measured: list[Tensor] = []
         """sums and counts since the last `pop_measured`; the stages of a pipeline share the list"""
+        self.changed_in_forward: frozenset[str] = frozenset()
+        """names of the model's parameters that a forward pass changes"""
         self.checked = False
         check_declared_reduction(loss, self.reduction)
         if loss is None and (batch.is_tuple or batch.count is None):
@@ -327,10 +329,12 @@ def measured_pair(name: str, value: Any) -> list[Any]:
 def check_declared_reduction(loss: LossFunction | None, reduction: Reduction) -> None:
     """Compares the `reduction` of a loss module with the declared one."""
     found = getattr(loss, "reduction", reduction)
+    plain_mean = ', or train(..., reduction="mean") if it is the plain mean over all valid targets'
+    mend = f'reduction="sum" in the loss{plain_mean if found == "mean" else ""}'
     if found != reduction:
         raise ConfigError(
-            f"the loss has reduction = {found!r}, and {reduction!r} is expected",
-            "expected reduction='sum' (the step divides by the global count), or try train(..., reduction='mean')",
+            f"the loss has reduction = {found!r}, and {reduction!r} is expected: the step divides the global sum",
+            f"try {'train(...) without reduction' if found == 'sum' else mend}",
         )
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-import copy
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
-from meshwright.core.trainer.custom_model import CustomModel
+from meshwright.core.trainer.custom_model import CustomModel, copy_module
 from meshwright.core.trainer.first_batch.trained_tensors import has_hook, leaves_of
 from meshwright.prover.custom.subject import plain_objective
 from meshwright.prover.oracle.plain_model import BatchDivision, PlainModel, Samples, seed_all
@@ -23,7 +24,9 @@ def find_unregistered(model: PlainModel, samples: Samples, names: set[str]) -> s
                 "of the optimizer; try to make it in __init__"
             )
     known = {id(parameter) for parameter in model.parameters().values()}
-    for leaf in leaves_of(loss_of(model, samples)):
+    with unchanged_parameters(model):
+        leaves = list(leaves_of(loss_of(model, samples)))
+    for leaf in leaves:
         if id(leaf) not in known:
             return (
                 f"a tensor of shape {tuple(leaf.shape)} receives a gradient and is no registered parameter, so it is "
@@ -34,11 +37,13 @@ def find_unregistered(model: PlainModel, samples: Samples, names: set[str]) -> s
 
 def find_copy_problem(model: PlainModel, custom: CustomModel, samples: Samples) -> str:
     """How the gradients of a copy differ from those of the module: every rank trains a copy. '' if they do not."""
-    loss = copy.deepcopy(custom.loss) if isinstance(custom.loss, nn.Module) else custom.loss
-    copied = replace(custom, module=copy.deepcopy(custom.module), loss=loss)
+    loss = copy_module(custom.loss) if isinstance(custom.loss, nn.Module) else custom.loss
+    copied = replace(custom, module=copy_module(custom.module), loss=loss)
     other = PlainModel(plain_objective(copied), BatchDivision(), dtype=model.dtype)
     own, found = ({id(p): n for n, p in m.parameters().items()} for m in (model, other))
-    for leaf in leaves_of(loss_of(other, samples)):
+    with unchanged_parameters(other):
+        leaves = list(leaves_of(loss_of(other, samples)))
+    for leaf in leaves:
         if id(leaf) not in found:
             name = own.get(id(leaf), f"a tensor of shape {tuple(leaf.shape)}")
             return (
@@ -55,6 +60,18 @@ def find_copy_problem(model: PlainModel, custom: CustomModel, samples: Samples) 
     return ""
 
 
+@contextmanager
+def unchanged_parameters(model: PlainModel) -> Iterator[None]:
+    """Restores the parameters that a forward pass changes, such as those of a momentum teacher."""
+    values = [(parameter, parameter.detach().clone()) for parameter in model.parameters().values()]
+    try:
+        yield
+    finally:
+        with torch.no_grad():
+            for parameter, value in values:
+                parameter.copy_(value)
+
+
 def loss_of(model: PlainModel, samples: Samples) -> Tensor:
     seed_all(0)
     return model.loss_sum(samples)
@@ -63,5 +80,6 @@ def loss_of(model: PlainModel, samples: Samples) -> Tensor:
 def gradients_of(model: PlainModel, samples: Samples) -> dict[str, Tensor]:
     for parameter in model.parameters().values():
         parameter.grad = None
-    loss_of(model, samples).backward()
+    with unchanged_parameters(model):
+        loss_of(model, samples).backward()
     return {name: p.grad.clone() for name, p in model.parameters().items() if p.grad is not None}

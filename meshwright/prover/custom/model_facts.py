@@ -5,6 +5,7 @@ loss is a sum over independent samples.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
@@ -17,7 +18,7 @@ from meshwright.core.torch_private import TorchDispatchMode
 from meshwright.core.trainer.custom_model import CustomModel
 from meshwright.errors import ConfigError, describe_exception
 from meshwright.prover.claims import Claim
-from meshwright.prover.custom.copied_module import find_copy_problem, find_unregistered
+from meshwright.prover.custom.copied_module import find_copy_problem, find_unregistered, unchanged_parameters
 from meshwright.prover.custom.subject import find_tied_parameters, plain_objective
 from meshwright.prover.oracle.plain_model import BatchDivision, PlainModel, Samples, seed_all
 
@@ -102,13 +103,13 @@ def collect_facts(_world: World, custom: CustomModel, sources: list[Source]) -> 
     model = PlainModel(plain_objective(custom), BatchDivision())
     lowest, names = LowestPrecision(), set(model.parameters())
     try:
-        with lowest:
+        with unchanged_parameters(model), lowest:
             loss_of(model, batch).backward()
     except Exception as error:  # noqa: BLE001  a user's module may raise anything
         facts = replace(facts, float64=False, float64_error=f"{type(error).__name__}: {describe_exception(error)}")
         model = PlainModel(plain_objective(custom), BatchDivision(), dtype=torch.float32)
         try:
-            with lowest:
+            with unchanged_parameters(model), lowest:
                 loss_of(model, batch).backward()
         except Exception as second:
             raise ConfigError(
@@ -123,7 +124,9 @@ def collect_facts(_world: World, custom: CustomModel, sources: list[Source]) -> 
         facts = replace(facts, copy_problem=find_copy_problem(model, custom, batch))
     with torch.no_grad():
         seed_all(0)
-        facts = replace(facts, auxiliary=float(model.loss_sum(batch)) != float(loss_of(model, batch)))
+        with unchanged_parameters(model):
+            whole = float(model.loss_sum(batch))
+        facts = replace(facts, auxiliary=whole != float(loss_of(model, batch)))
         once, again, other = (float(loss_of(model, batch, seed)) for seed in (0, 0, 1))
         facts = replace(facts, repeatable=once == again or once != once, random=once == again != other)
         return with_batch_dependence(facts, model, batch)
@@ -181,7 +184,8 @@ def is_batch_norm(module: nn.Module) -> bool:
 def loss_of(model: PlainModel, batch: Samples, seed: int = 0) -> Tensor:
     """The loss without the auxiliary loss of routers, which is no sum over samples."""
     seed_all(seed)
-    return model.loss_sum(batch, auxiliary=False)
+    with nullcontext() if torch.is_grad_enabled() else unchanged_parameters(model):
+        return model.loss_sum(batch, auxiliary=False)
 
 
 Outputs = dict[str, Tensor]

@@ -11,6 +11,7 @@ from meshwright.base.config import RunConfig
 from meshwright.base.topology.layout import Layout
 from meshwright.core.launch.first_batch_check import prepare_custom_model
 from meshwright.core.launch.ranks import run_ranks
+from meshwright.core.trainer.first_batch.model_notes import short_list
 from meshwright.errors import ConfigError
 from meshwright.prover.claims import Claim, cuda_devices
 from meshwright.prover.custom.model_facts import ModelFacts, collect_facts
@@ -71,7 +72,7 @@ class CustomProof:
             "schedule": lambda config, _full: check_schedule(config),
             "optimizer": lambda config, _full: check_optimizer(config),
         }
-        if not self.refusal:
+        if not self.refusal and not self.subject.custom.changed:
             checks["training"] = lambda config, _full: check_custom_training(config, self.subject, self.facts)
             checks["recovery"] = lambda config, _full: check_recovery(config, self.subject)
         return checks
@@ -89,6 +90,11 @@ class CustomProof:
         runs = custom_runs(self.config, float64=facts.float64, devices=devices)
         sentences = [*custom_not_proven(self.config, runs, devices), *BUILT_IN_ONLY]
         sentences += [REFUSED] if self.refusal else []
+        if changed := self.subject.custom.changed:
+            sentences.append(
+                f"training and recovery: forward changes {short_list(sorted(changed))} in every micro-batch without "
+                "the optimizer, and the reference computes other micro-batches"
+            )
         if not facts.float64:
             sentences.append(f"float64: the model does not compute in it ({facts.float64_error})")
         elif facts.inner_precision != "fp64":

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import nn
@@ -18,10 +18,13 @@ from meshwright.prover.tracer import input_names
 
 @dataclass(frozen=True)
 class Subject:
-    """A user's model and data."""
+    """A user's model and data. A proof compares all steps of its runs itself, and names the cause of a difference."""
 
     custom: CustomModel
     sources: list[Source]
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "custom", replace(self.custom, plain_pass=None))
 
     @property
     def name(self) -> str:

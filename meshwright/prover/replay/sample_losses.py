@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from meshwright.core.parallel.parallel_model import unchanged_buffers
+from meshwright.core.parallel.parallel_model import unchanged_module
 from meshwright.core.trainer.loop import Training
 from meshwright.core.trainer.objective import find_objective
 
@@ -23,7 +23,7 @@ def sample_losses(training: Training, step: int) -> list[tuple[int, float, int]]
     model.module.eval()
     first = context.data_coordinate * batch.local
     ids = training.stream.local_samples(step, context.data_coordinate, batch.replicas)
-    with unchanged_buffers(model.module):
+    with unchanged_module(model.module):
         model.broadcast_buffers()
         for position in range(batch.local):
             world.heartbeat.beat()

@@ -119,6 +119,22 @@ def test_learning_rate_in_the_factory_is_refused_where_it_differs_from_that_of_t
     examine_optimizer(lambda groups: torch.optim.SGD(groups, lr=0.01), CONFIG)
 
 
+class Passing(torch.optim.AdamW):
+    def __init__(self, params, **kw):
+        super().__init__(params, **kw)
+
+
+class Eager(torch.optim.AdamW):
+    def __init__(self, params, **kw):
+        super().__init__(params, lr=0.5, **kw)
+
+
+def test_class_that_passes_its_keywords_on_is_accepted_unless_it_sets_a_learning_rate():
+    assert examine_optimizer(Passing, CONFIG).state == examine_optimizer(torch.optim.AdamW, CONFIG).state
+    with pytest.raises(ConfigError, match=r"the optimizer Eager has lr = 0\.5"):
+        examine_optimizer(Eager, CONFIG)
+
+
 def test_factory_that_leaves_parameters_out_is_refused():
     with pytest.raises(ConfigError, match="1 parameters, and 3 were given"):
         examine_optimizer(lambda groups: torch.optim.SGD(groups[0]["params"][:1]), CONFIG)

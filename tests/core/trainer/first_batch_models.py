@@ -16,11 +16,11 @@ from meshwright.core.trainer.custom_model import CustomModel
 from meshwright.core.trainer.first_batch.check import FirstBatch, check_first_batch
 
 
-def check(model, loss, samples, collate=None, blocks="", **options) -> FirstBatch:
+def check(model, loss, samples, collate=None, blocks="", config=None, **options) -> FirstBatch:
     source = IndexableSource(samples, collate=collate)
     spec = ParallelSpec(blocks=blocks)
     structure = find_structure(source, collate)
-    return check_first_batch(CustomModel(model, loss, spec, structure, collate, **options), source)
+    return check_first_batch(CustomModel(model, loss, spec, structure, collate, **options), source, config=config)
 
 
 def points(count: int = 8, **extra):

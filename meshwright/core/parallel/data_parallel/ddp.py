@@ -24,7 +24,7 @@ from meshwright.core.parallel.parallel_model import (
     ParallelModel,
     rounded_parameters,
     stateful_buffers,
-    unchanged_buffers,
+    unchanged_module,
 )
 from meshwright.core.parallel.world import World
 
@@ -113,7 +113,7 @@ class DDPModel(ReplicatedModel):
         inputs = load_inputs()
         if inputs is None:
             return
-        with unchanged_buffers(self.module):
+        with unchanged_module(self.module):
             with autocast():
                 losses, _ = self(*inputs)
             losses.backward()

@@ -166,7 +166,11 @@ class BatchCheck:
         by_target = (targets[1] / max(1, targets[0]), targets[2] / max(1, targets[0]))
         by_sample = (FIRST_PART / SAMPLES, 1 - FIRST_PART / SAMPLES)
         if objective.reduction == "mean" and objective.loss is not None:
-            raise ConfigError(f"the loss is declared as a mean and is none: {found}", 'try without reduction="mean"')
+            raise ConfigError(
+                f"the loss is declared as a mean and is none: {found}",
+                'try a loss that returns the sum, such as reduction="sum" in the loss, and train(...) without '
+                "reduction: a mean with class weights has another divisor",
+            )
         if losses.error(by_target) <= tolerance:
             raise ConfigError(
                 f"the loss is a mean: {found}", 'try reduction="sum" in the loss, or train(..., reduction="mean")'

@@ -16,7 +16,7 @@ from torch import Tensor
 from meshwright.core.data.loader import MicroBatch
 from meshwright.core.kernels.cudnn_attention import has_cudnn_frontend, use_cudnn_backward
 from meshwright.core.parallel.compile import compile_whole
-from meshwright.core.parallel.parallel_model import unchanged_buffers
+from meshwright.core.parallel.parallel_model import unchanged_module
 from meshwright.core.parallel.world import World
 from meshwright.core.torch_private import use_attention_backends
 from meshwright.core.trainer.first_batch.attention_calls import BACKENDS, MEASURED, AttentionCalls
@@ -169,7 +169,7 @@ def time_attention(step: Step, inputs: tuple[Tensor, ...]) -> dict[str, float | 
     model, autocast, calls = step.parallel_model, step.precision.autocast, AttentionCalls()
     with (
         torch.no_grad(),
-        unchanged_buffers(model.module),
+        unchanged_module(model.module),
         torch.compiler.set_stance("force_eager"),
         autocast(),
         model.micro_step(last=True),
@@ -207,7 +207,7 @@ def time_passes(step: Step, inputs: tuple[Tensor, ...]) -> float:
     model = step.parallel_model
     events = [torch.cuda.Event(enable_timing=True) for _ in range(2)]
     try:
-        with unchanged_buffers(model.module):
+        with unchanged_module(model.module):
             for repeat in range(WARMUP + REPEATS):
                 step.world.heartbeat.beat()
                 if repeat == WARMUP:

@@ -24,7 +24,7 @@ MAX_FLOPS = 1e13
 SHORTENED_FLOPS = 3e11
 """FLOPs above which the sequences of the samples are cut: some ten seconds on a CPU core."""
 MIN_SEQUENCE = 8
-"""Tokens of the shortest sequence that is cut from a sample."""
+"""Tokens of the shortest sequence that is cut from a sample, and a divisor of those of longer ones."""
 
 Flat = tuple[Tensor, ...]
 
@@ -56,6 +56,7 @@ def shorten(custom: CustomModel, batches: list[Flat]) -> list[Flat]:
     labels = whole[rule.entry]
     length = labels.shape[1]
     kept = max(MIN_SEQUENCE, int(SHORTENED_FLOPS / (PASSES * 2 * parameter_count(custom) * SAMPLES)))
+    kept -= kept % MIN_SEQUENCE
     if kept >= length:
         return batches
     valid = torch.nn.functional.pad((labels != rule.ignored).sum(0).cumsum(0), (1, 0))

@@ -7,7 +7,7 @@ from collections.abc import Callable
 import torch
 
 from meshwright.core.data.loader import MicroBatch
-from meshwright.core.parallel.parallel_model import Autocast, ParallelModel, unchanged_buffers
+from meshwright.core.parallel.parallel_model import Autocast, ParallelModel, unchanged_module
 from meshwright.core.parallel.world import World
 from meshwright.core.trainer.first_batch.fused_head import FusedHead
 from meshwright.core.trainer.objective import find_objective
@@ -26,7 +26,7 @@ def verify_fused_head(
     if all(row[0] for row in world.all_gather_ints(bool(batch.tensors), name="fused loss: samples")):
         inputs = parallel_model.shard_inputs(tuple(tensor[:1] for tensor in batch.tensors))
         head.verifying = True
-        with torch.compiler.set_stance("force_eager"), unchanged_buffers(parallel_model.module), autocast():
+        with torch.compiler.set_stance("force_eager"), unchanged_module(parallel_model.module), autocast():
             parallel_model.forward_loss(*map(world.to_device, inputs))
         head.verifying = False
         parallel_model.reshard()

@@ -10,7 +10,7 @@ import torch
 
 from meshwright.base.hardware.processor import processor_name
 from meshwright.base.models.registry import run_spec
-from meshwright.base.records.events import Event
+from meshwright.base.records.events import Event, EventLog
 from meshwright.base.records.heartbeat import process_start_time
 from meshwright.base.topology.layout import stages_per_rank
 from meshwright.base.topology.schedule_orders import action_orders
@@ -23,6 +23,7 @@ from meshwright.core.parallel.float8 import float8_layers
 from meshwright.core.parallel.parallel_model import ParallelModel
 from meshwright.core.parallel.world import World
 from meshwright.core.telemetry.clock_offset import measure_clock_offset
+from meshwright.core.trainer.records.shown_output import show_output
 from meshwright.rl.tasks.answer_reward import answer_reward
 from meshwright.version import __version__
 
@@ -31,6 +32,20 @@ if TYPE_CHECKING:
 
 MAX_GROUPS = 64
 """Process groups per axis that the start record lists."""
+
+
+def write_start(
+    log: EventLog, job: Job, parallel_model: ParallelModel, stream: Stream, identity: dict[str, Any], world: World
+) -> None:
+    """Writes what an attempt starts with. From then on, what rank 0 prints is written too, unless the process of the
+    rank has the terminal, as under torchrun.
+    """
+    log.write("start", **start_record(job, parallel_model, stream, identity, world))
+    for change in identity["code_changes"]:
+        if change["attempt"] == job.attempt:
+            log.write("code_changed", step=change["step"], changes=change["changes"])
+    if world.rank == 0 and job.supervised:
+        show_output(lambda line: log.write("output", text=line))
 
 
 def start_record(
@@ -45,6 +60,7 @@ def start_record(
         "placement": identity["placement_fingerprint"],
         "parameters": parameter_count(job),
         "decoder": job.custom is None,
+        "user_code": bool(job.custom is not None or job.callbacks or job.update.code),
         "unit": job.custom.unit if job.custom is not None else "tokens",
         "layout": str(job.layout),
         "shard": job.config.layout.shard,
