@@ -41,7 +41,7 @@ LONGEST = (
     "core/recover/hosts/test_snapshot_recovery.py",
     "docs/test_notebook.py",
     "core/trainer/test_trackers.py",
-    "prover/test_clean_configs.py",
+    "prover/test_clean_controls.py",
     "core/recover/test_resume_on_other_layouts.py",
     "ops/measure/preflight/test_preflight_on_hosts.py",
     "core/cli/test_train.py",

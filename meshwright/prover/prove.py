@@ -142,7 +142,8 @@ def certify(
         require_device(config)
     config = with_device_defaults(config, device_type(config.launch), custom is not None)
     configured, left_open = config, [INITIAL_WEIGHTS] if config.init_from else []
-    if custom is None and not has_reference(config) and not config.rl.enabled:
+    of_family = custom is None and not has_reference(config) and not config.rl.enabled
+    if of_family:
         config, custom = without_balancing(config), family_custom_model(config)
         left_open += [BALANCING] if config != configured else []
     torch.set_num_threads(config.launch.threads)
@@ -152,7 +153,7 @@ def certify(
     elif custom is not None:
         opened = sources or open_sources(config.data, config.model.vocab, config.model.separator)
         custom = replace(custom, batch=find_structure(opened[0], custom.collate))  # read where its check refuses it
-        proof = CustomProof(config, Subject(custom, opened))
+        proof = CustomProof(config, Subject(custom, opened), of_family)
         checks = proof.checks()
         left_open += [DEVICE_AXES] if on_device else []
         if config.lora.enabled:

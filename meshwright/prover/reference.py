@@ -12,7 +12,6 @@ from math import isfinite
 from typing import Any
 
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 
 from meshwright.base.config import Batch, RunConfig
@@ -80,10 +79,6 @@ class ReferenceTask:
     def train(self, config: RunConfig | None = None, steps: range | None = None, **options: Any) -> Trace:
         source = ConcatenatedSource(self.sources)
 
-        def read(sample: int) -> tuple[NDArray[Any], NDArray[Any]]:
-            tokens, labels = source[sample]
-            return tokens, labels
-
         config = config or self.config
         lengths = [len(part) for part in self.sources]
         steps = range(self.first_step, config.steps) if steps is None else steps
@@ -92,7 +87,7 @@ class ReferenceTask:
             "pass_samples": self.pass_samples,
             "replicas": self.replicas if self.pass_samples else 1,
         } | options
-        return train(config, read, lengths, steps=steps, **options)
+        return train(config, source.__getitem__, lengths, steps=steps, **options)
 
     def rounding(self) -> dict[str, Any]:
         """What makes the reference round as the run does."""
@@ -165,9 +160,9 @@ class ReferenceTask:
 
     def micro_batches(self, step: StepTrace, accumulation: int) -> tuple[TrainedModel, list[Any]]:
         """The model in float64, and the micro-batches of a step in global order."""
-        tokens, labels = (step.inputs[name].long() for name in ("tokens", "labels"))
-        micro = len(tokens) // (self.replicas * accumulation)
-        parts = list(zip(tokens.split(micro), labels.split(micro), strict=True))
+        inputs = [entry.long() for entry in step.inputs.values()]
+        micro = len(inputs[0]) // (self.replicas * accumulation)
+        parts = list(zip(*(entry.split(micro) for entry in inputs), strict=True))
         return ReferenceModel(self.config, None, Passes(micro)), parts
 
     def stale_loss(self) -> float:

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
+INPUTS = ("tokens", "labels", "documents")
+"""The entries of a batch of built-in models; packed samples have the last one."""
 PADDING = -(1 << 40)
 """Fills rows of micro-batches that are shorter than others when they are joined."""
 
@@ -24,7 +26,7 @@ class StepTrace:
     tokens: int
     """the number of valid tokens of the global batch"""
     inputs: dict[str, Tensor]
-    """what the ranks fed to the model, in global order: for the built-in models tokens and labels"""
+    """what the ranks fed to the model, in global order: for the built-in models those of INPUTS"""
     gradients: dict[str, Tensor]
     """full tensors, before clipping, of the mean loss of the global batch and the balance loss"""
     parameters: dict[str, Tensor]

@@ -23,7 +23,7 @@ from meshwright.core.trainer.custom_model import CustomModel
 from meshwright.core.trainer.job import TrainingObserver
 from meshwright.core.trainer.loop import Training
 from meshwright.core.trainer.step import StepOutcome
-from meshwright.prover.trace import StepTrace, Trace, input_name, join_rows
+from meshwright.prover.trace import INPUTS, StepTrace, Trace, input_name, join_rows
 
 Index = tuple[slice | EllipsisType, ...]
 
@@ -71,7 +71,7 @@ class RankTrace:
     """A whole attempt as one rank saw it."""
 
     rank: int
-    input_names: tuple[str, ...] = ("tokens", "labels")
+    input_names: tuple[str, ...] = INPUTS
     """the entries of a batch"""
     initial: Regions = field(default_factory=dict)
     initial_moments: Regions = field(default_factory=dict)
@@ -331,13 +331,13 @@ def combine_inputs(
     columns = zip(*(by_coordinate[c] for c in sorted(by_coordinate)), strict=True)
     return {
         name: join_rows([torch.from_numpy(part) for part in chain(*column)])
-        for name, column in zip(names, columns, strict=True)
+        for name, column in zip(names, columns, strict=False)
     }
 
 
 def input_names(custom: CustomModel | None) -> tuple[str, ...]:
     """The names of the entries of a batch."""
     if custom is None:
-        return "tokens", "labels"
+        return INPUTS
     names = custom.batch.names
     return tuple(input_name(i, len(names)) for i in range(len(names))) if custom.batch.is_tuple else names

@@ -32,7 +32,7 @@ class FamilyModel(nn.Module):
         self.model = model
 
     def forward(self, tokens: Tensor, labels: Tensor, documents: Tensor | None = None) -> dict[str, Tensor]:
-        total, _ = self.model(tokens, labels, documents)
+        total, _ = self.model(tokens, labels, *([] if documents is None else [documents]))
         return {"loss": total}
 
 

@@ -100,6 +100,7 @@ def collect_facts(_world: World, custom: CustomModel, sources: list[Source]) -> 
     facts = ModelFacts(type(custom.module).__qualname__, tied=find_tied_parameters(custom.modules()))
     source = ConcatenatedSource(sources)
     batch = [source[sample] for sample in spaced_indices(len(source), SAMPLES)]
+    batch *= 1 if len(batch) > 1 else 2  # two parts of it are compared with the whole
     model = PlainModel(plain_objective(custom), BatchDivision())
     lowest, names = LowestPrecision(), set(model.parameters())
     try:
@@ -139,7 +140,7 @@ def with_batch_dependence(facts: ModelFacts, model: PlainModel, batch: Samples) 
             child.p = 0.0
     if float(loss_of(model, batch, 0)) != float(loss_of(model, batch, 1)):
         return facts  # still random: nothing can be concluded
-    half = len(batch) // 3
+    half = max(1, len(batch) // 3)
     parts = [batch[:half], batch[half:]]
     (whole, seen), *of_parts = [loss_with_outputs(model, part) for part in (batch, *parts)]
     of_both = sum(loss for loss, _ in of_parts)

@@ -26,8 +26,8 @@ from meshwright.prover.stream import check_stream
 BUILT_IN_ONLY = (
     "the initial weights: they are those of the module",
     "communication volume and memory by formula, and the regions of shards: the formulas are those of built-in models",
-    "the content of samples: the dataset is read by the code that defines it",
 )
+OWN_DATA = "the content of samples: the dataset is read by the code that defines it"
 REFUSED = "training and recovery: `train` refuses the model"
 
 
@@ -37,6 +37,8 @@ class CustomProof:
 
     config: RunConfig
     given: Subject
+    of_family: bool = False
+    """whether the model is one of a built-in family, whose data are the files of the config"""
 
     @cached_property
     def refusal(self) -> str:
@@ -67,7 +69,7 @@ class CustomProof:
     def checks(self) -> dict[str, Callable[[RunConfig, bool], Iterator[Claim]]]:
         """Name -> check."""
         checks: dict[str, Callable[[RunConfig, bool], Iterator[Claim]]] = {
-            "stream": lambda config, _full: check_stream(config, self.given.sources),
+            "stream": lambda config, _full: check_stream(config, None if self.of_family else self.given.sources),
             "model": lambda _config, _full: self.check_model(),
             "schedule": lambda config, _full: check_schedule(config),
             "optimizer": lambda config, _full: check_optimizer(config),
@@ -89,6 +91,7 @@ class CustomProof:
         devices, facts = cuda_devices(self.config.launch), self.facts
         runs = custom_runs(self.config, float64=facts.float64, devices=devices)
         sentences = [*custom_not_proven(self.config, runs, devices), *BUILT_IN_ONLY]
+        sentences += [] if self.of_family else [OWN_DATA]
         sentences += [REFUSED] if self.refusal else []
         if changed := self.subject.custom.changed:
             sentences.append(

@@ -56,9 +56,11 @@ class ReferenceDecoder:
         self.config, self.low, self.float8 = config, low, float8
         self.head_size = config.width // config.heads
 
-    def forward(self, parameters: Parameters, tokens: Tensor, labels: Tensor) -> ForwardPass:
+    def forward(
+        self, parameters: Parameters, tokens: Tensor, labels: Tensor, documents: Tensor | None = None
+    ) -> ForwardPass:
         x = parameters["decoder.embedding.weight"][tokens]
-        documents = document_of(tokens, self.config.separator)
+        documents = document_of(tokens, self.config.separator) if documents is None else documents
         rotation = self.rotation(tokens.shape[1], at_least_float32(x).dtype)
         loads: dict[str, Tensor] = {}
         balance = x.new_zeros(len(tokens))

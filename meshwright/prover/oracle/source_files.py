@@ -12,21 +12,48 @@ from dataclasses import dataclass
 from functools import cached_property
 from itertools import accumulate
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import numpy as np
 from numpy.typing import NDArray
 
 from meshwright.base.config import IGNORE_INDEX, DataConfig, RunConfig, SourceConfig
+from meshwright.base.store.object_url import is_url
+from meshwright.prover.oracle.chat_files import (
+    Chat,
+    ChatReader,
+    Span,
+    Tokenize,
+    encode_record,
+    find_template,
+    open_renderer,
+    read_masked_shards,
+    token_text,
+    tokenize_bytes,
+    tokenizer_settings,
+)
 
 MAX_TOKENIZED_BYTES = 1 << 20
 """Of larger text and JSONL files, only the documents up to this size are tokenized."""
+MAX_PACKED_BYTES = 16 << 20
+"""Packing depends on every chat: larger files are not read."""
 MAX_LINE_BYTES = 64 << 20
 """A longer line counts as one that cannot be decoded."""
 STDLIB_EXCLUDED = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idlelib", "lib2to3", "ensurepip"}
 END_OF_TEXT = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<EOS>", "[SEP]")
 
-Arrays = tuple[NDArray[np.int64], NDArray[np.int64]]
+Arrays = tuple[NDArray[np.int64], ...]
+"""(tokens, labels), and the documents of a packed sample"""
+
+
+@dataclass(frozen=True)
+class UnreadSource:
+    """A source that is not read a second time."""
+
+    reason: str
+    samples = 0
+    complete = False
+    borders: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -37,6 +64,7 @@ class SyntheticReader:
     sequence: int
     vocab: int
     borders: tuple[int, ...] = ()
+    complete = True
 
     def tokens(self, index: int) -> NDArray[Any]:
         return np.random.Generator(np.random.Philox(key=index)).integers(self.vocab, size=self.sequence + 1)
@@ -50,6 +78,7 @@ class FileReader:
     width: int
     """Bytes per token, little-endian."""
     sequence: int
+    complete = True
 
     @cached_property
     def borders(self) -> tuple[int, ...]:
@@ -97,6 +126,7 @@ class ShardFolderReader:
     total: int
     sequence: int
     borders: tuple[int, ...] = ()
+    complete = True
 
     @property
     def samples(self) -> int:
@@ -114,7 +144,22 @@ class ShardFolderReader:
         return np.frombuffer(raw, {2: "<u2", 4: "<u4"}[self.width])
 
 
-SourceReader = SyntheticReader | FileReader | DocumentReader | ShardFolderReader
+TokenReader = SyntheticReader | FileReader | DocumentReader | ShardFolderReader
+SourceReader = TokenReader | ChatReader | UnreadSource
+
+
+def read_sample(reader: TokenReader | ChatReader, index: int, config: RunConfig, with_documents: bool) -> Arrays:
+    """A sample of a source. Beside packed chats in a mixture, those of other sources have documents, too: a separator
+    ends one.
+    """
+    if isinstance(reader, ChatReader):
+        arrays = reader.arrays(index)
+    else:
+        arrays = sample_arrays(reader.tokens(index), config.model.vocab)
+    if not with_documents or len(arrays) > 2:
+        return arrays
+    ended = (arrays[0][:-1] == config.model.separator) & (arrays[1].max() >= 0)  # a masked sample has one document
+    return *arrays, np.append(0, np.cumsum(ended))
 
 
 def sample_arrays(tokens: NDArray[Any], vocab: int) -> Arrays:
@@ -139,11 +184,22 @@ def open_reader(source: SourceConfig, config: RunConfig) -> SourceReader:
     if source.kind == "stdlib":
         documents = b"".join(file.read_bytes() + b"\0" for file in standard_library(Path(sysconfig.get_path("stdlib"))))
         return DocumentReader(np.frombuffer(documents, np.uint8), data.sequence, True)
+    if source.kind == "shards" and is_url(source.path):
+        return UnreadSource("it is in an object store")
     if source.kind == "shards":
         index = json.loads(Path(source.path, "index.json").read_text())
         width = {"uint16": 2, "uint32": 4}[index["dtype"]]
+        if index["masked"]:
+            shards = [
+                [Path(source.path, f"{kind}-{number:05d}.bin") for kind in ("tokens", "documents", "mask")]
+                for number in range(len(index["shards"]))
+            ]
+            lengths, answers, read = read_masked_shards(shards, index["shard_tokens"], width)
+            return ChatReader(lengths, answers, read, data.sequence, source.packing)
         return ShardFolderReader(Path(source.path), width, index["shard_tokens"], index["tokens"], data.sequence)
     files = source_files(source.path)
+    if source.kind == "chat":
+        return open_chats(source, data, files, tokenizer, config.model.separator)
     if source.kind == "tokens":
         return FileReader(files, {"uint16": 2, "uint32": 4}[source.dtype], data.sequence)
     if source.kind == "text" and not tokenizer:
@@ -178,20 +234,10 @@ def tokenize(
     source: SourceConfig, data: DataConfig, files: tuple[Path, ...], tokenizer: str, separator: int | None
 ) -> Iterator[tuple[int, list[int]]]:
     """(bytes, token ids) of each JSONL record, or of each line of a text file; its last line ends the document."""
-    named = source.end_of_document if source.end_of_document != "auto" else data.end_of_document
-    encoder, end = None, None if named == "none" else 0
+    encoder, end = None, None if end_of_document(source, data) == "none" else 0
     if tokenizer:
-        from tokenizers import Tokenizer
-
-        encoder = Tokenizer.from_file(tokenizer)
-        encoder.no_padding()
-        encoder.no_truncation()
-        if named == "auto":
-            end = separator
-            if end is None:
-                end = next(n for name in END_OF_TEXT if (n := encoder.token_to_id(name)) is not None)
-        elif named != "none":
-            end = encoder.token_to_id(named)
+        encoder = open_tokenizer(tokenizer)
+        end = find_end(encoder, end_of_document(source, data), separator)
     for file in files:
         last = -1
         with open_lines(file) as lines:
@@ -207,6 +253,67 @@ def tokenize(
                 yield len(line), ids
         if source.kind == "text" and end is not None and last not in (-1, end):
             yield 0, [end]
+
+
+def end_of_document(source: SourceConfig, data: DataConfig) -> str:
+    return source.end_of_document if source.end_of_document != "auto" else data.end_of_document
+
+
+def open_tokenizer(tokenizer: str) -> Any:
+    from tokenizers import Tokenizer
+
+    encoder = Tokenizer.from_file(tokenizer)
+    encoder.no_padding()
+    encoder.no_truncation()
+    return encoder
+
+
+def find_end(encoder: Any, named: str, separator: int | None) -> int | None:
+    """The token that ends a document."""
+    if named == "none":
+        return None
+    if named != "auto":
+        return int(encoder.token_to_id(named))
+    if separator is not None:
+        return separator
+    return next(int(n) for name in END_OF_TEXT if (n := encoder.token_to_id(name)) is not None)
+
+
+def open_chats(
+    source: SourceConfig, data: DataConfig, files: tuple[Path, ...], tokenizer: str, separator: int | None
+) -> ChatReader | UnreadSource:
+    """The chats of JSONL files. Of large files, only the first are read if a sample is one chat."""
+    template, named = source.chat_template or data.chat_template, end_of_document(source, data)
+    if data.on_bad_sample == "quarantine" and find_template(template, tokenizer)[0]:
+        return UnreadSource("a chat may be skipped because its template takes too long")
+    render, encode = open_renderer(template, tokenizer), cast(Tokenize, tokenize_bytes)
+    chats, total = list[Chat](), 0
+    end = None if named == "none" else 0
+    if tokenizer:
+        encoder = open_tokenizer(tokenizer)
+        if named == "auto" and separator is None:
+            named = token_text(tokenizer_settings(tokenizer).get("eos_token")) or "none"
+        end = find_end(encoder, named, separator)
+
+        def encode_text(text: str, special: bool) -> tuple[list[int], list[Span]]:
+            encoding = encoder.encode(text, add_special_tokens=special)
+            return list(encoding.ids), list(encoding.offsets)
+
+        encode = encode_text
+
+    for file in files:
+        with open_lines(file) as lines:
+            for line in lines:
+                total += len(line)
+                if total > (MAX_PACKED_BYTES if source.packing else MAX_TOKENIZED_BYTES):
+                    if source.packing:
+                        return UnreadSource(f"its chats have more than {MAX_PACKED_BYTES:,} bytes")
+                    return ChatReader.of(chats, data.sequence, False, complete=False)
+                try:
+                    chats.append(encode_record(json.loads(line), render, encode, end))
+                except (ValueError, LookupError, TypeError, RecursionError):
+                    continue
+    return ChatReader.of(chats, data.sequence, source.packing, complete=True)
 
 
 def open_lines(file: Path) -> io.BufferedIOBase:

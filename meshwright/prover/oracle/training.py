@@ -20,12 +20,12 @@ from meshwright.prover.oracle.equivalent_model import equivalent_parameters
 from meshwright.prover.oracle.initial_values import initial_values
 from meshwright.prover.oracle.optimizer import ReferenceState
 from meshwright.prover.oracle.steps import train_steps
-from meshwright.prover.trace import Trace
+from meshwright.prover.trace import INPUTS, Trace
 
-Read = Callable[[int], tuple[NDArray[Any], NDArray[Any]]]
-"""sample id -> (tokens, labels)"""
-Batch = tuple[Tensor, Tensor]
-"""(tokens, labels), each (samples, sequence)"""
+Read = Callable[[int], tuple[NDArray[Any], ...]]
+"""sample id -> (tokens, labels), and the documents of a packed sample"""
+Batch = tuple[Tensor, ...]
+"""the same, each (samples, sequence)"""
 
 ELEMENTS_PER_PASS = 1 << 25
 """Activations that a forward pass keeps, at most; a pass has at least one sample."""
@@ -116,17 +116,15 @@ class ReferenceModel:
         the number of valid tokens. The gradient also has the balance loss, whose mean over sequences is multiplied by
         `router_aux_loss`. `scale` is the loss scale, which the gradient no longer has.
         """
-        tokens, labels = batch
         valid = max(1, self.count_valid_targets(batch))
         gradients: dict[str, Tensor] = {}
         total, loads = 0.0, dict[str, Tensor]()
-        for rank in torch.arange(len(tokens)).chunk(self.compression.ranks):
+        for rank in torch.arange(len(batch[0])).chunk(self.compression.ranks):
             of_rank: dict[str, Tensor] = {}
             for samples in self.training_passes(len(rank)):
                 chosen = rank[samples]
-                loss, parts, pass_loads = self.differentiate(
-                    parameters, tokens[chosen], labels[chosen], valid, len(tokens), scale
-                )
+                part = tuple(entry[chosen] for entry in batch)
+                loss, parts, pass_loads = self.differentiate(parameters, part, valid, len(batch[0]), scale)
                 add_to(of_rank, parts)
                 add_to(loads, pass_loads)
                 total += loss
@@ -135,13 +133,13 @@ class ReferenceModel:
         return total, {name: part.to(parameters[name].dtype) / scale for name, part in gradients.items()}, loads
 
     def differentiate(
-        self, parameters: Parameters, tokens: Tensor, labels: Tensor, valid: int, batch: int, scale: float
+        self, parameters: Parameters, part: Batch, valid: int, batch: int, scale: float
     ) -> tuple[float, dict[str, Tensor], dict[str, Tensor]]:
         """The share that some samples have in the loss of a batch with `valid` valid tokens, in its gradient and in
         the loads.
         """
         leaves = {n: p.detach().requires_grad_() for n, p in parameters.items() if not n.endswith("router.bias")}
-        result = self.decoder.forward(self.as_used(parameters | leaves), tokens, labels)
+        result = self.decoder.forward(self.as_used(parameters | leaves), *part)
         mean = result.token_losses.sum() / valid
         balance = self.config.model.router_aux_loss * result.balance.sum() / batch
         parts = torch.autograd.grad((mean + balance) * scale, list(leaves.values()), materialize_grads=True)
@@ -150,10 +148,10 @@ class ReferenceModel:
     @torch.no_grad()
     def evaluate(self, parameters: Parameters, batch: Batch) -> tuple[float, int]:
         """(loss, number of valid tokens) of held-out samples."""
-        tokens, labels = batch
         used, total = self.as_used(parameters), 0.0
-        for samples in self.evaluation_passes(len(tokens)):
-            total += float(self.decoder.forward(used, tokens[samples], labels[samples]).token_losses.double().sum())
+        for samples in self.evaluation_passes(len(batch[0])):
+            part = (entry[samples] for entry in batch)
+            total += float(self.decoder.forward(used, *part).token_losses.double().sum())
         valid = self.count_valid_targets(batch)
         return total / max(1, valid), valid
 
@@ -161,7 +159,7 @@ class ReferenceModel:
         return int((batch[1] != IGNORE_INDEX).sum())
 
     def inputs(self, batch: Batch) -> dict[str, Tensor]:
-        return {"tokens": batch[0], "labels": batch[1]}
+        return dict(zip(INPUTS, batch, strict=False))
 
     def training_passes(self, samples: int) -> Iterator[Tensor]:
         """The sample indices of each forward pass: consecutive slices of the global batch."""
@@ -214,6 +212,6 @@ def samples_per_pass(config: RunConfig) -> int:
 
 
 def read_all(read: Read, ids: Sequence[int]) -> Batch:
-    """(tokens, labels), each (samples, sequence)."""
-    tokens, labels = zip(*(read(sample) for sample in ids), strict=True)
-    return tuple(torch.from_numpy(np.stack(column).astype(np.int64)) for column in (tokens, labels))  # type: ignore[return-value]
+    """The entries of some samples, each (samples, sequence)."""
+    columns = zip(*(read(sample) for sample in ids), strict=True)
+    return tuple(torch.from_numpy(np.stack(column).astype(np.int64)) for column in columns)

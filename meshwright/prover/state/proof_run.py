@@ -8,7 +8,7 @@ from pathlib import Path
 from meshwright.base.config import RunConfig
 from meshwright.base.records.events import Event, read_events
 from meshwright.base.records.run_folder import RunFolder
-from meshwright.core.data.source import Sample, Source
+from meshwright.core.data.source import Sample, Source, is_packed
 from meshwright.prover.claims import fault_environment, proof_job, supervise_quietly
 from meshwright.prover.custom.subject import Subject
 from meshwright.prover.shrink import open_proof_sources
@@ -71,7 +71,7 @@ class PartlyUndecodable:
     """A source of which some samples cannot be decoded."""
 
     def __init__(self, source: Source) -> None:
-        self.source, self.name = source, source.name
+        self.source, self.name, self.packed = source, source.name, is_packed(source)
 
     def __len__(self) -> int:
         return len(self.source)

@@ -39,8 +39,9 @@ def check_stream(config: RunConfig, sources: list[Source] | None = None) -> Iter
     checked = CheckedStream.open(config, sources)
     claims = {claim: check for claim, check in CLAIMS.items() if sources is None or check not in NEEDS_FILES}
     for claim, check in claims.items():
+        unread = checked.unread if check is check_sources else ()
         try:
-            yield Claim(claim, True, check(checked))
+            yield Claim(claim, True, check(checked), not_proven=unread)
         except WrongStream as difference:
             yield Claim(claim, False, str(difference))
         except Exception as error:  # noqa: BLE001  an error of the stream, of a source or of a worker

@@ -6,7 +6,7 @@ from bisect import bisect_right
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, zip_longest
 from random import Random
 
 import numpy as np
@@ -16,10 +16,10 @@ from meshwright.base.topology.layout import Layout
 from meshwright.core.data.file_sources import open_sources
 from meshwright.core.data.permutation import MAX_LENGTH
 from meshwright.core.data.sample_lookup import build_stream
-from meshwright.core.data.source import Source
+from meshwright.core.data.source import Source, is_packed
 from meshwright.core.data.stream import Stream
 from meshwright.prover.oracle.sampler import CYCLE, Sampler
-from meshwright.prover.oracle.source_files import Arrays, DocumentReader, SourceReader, open_readers, sample_arrays
+from meshwright.prover.oracle.source_files import Arrays, SourceReader, UnreadSource, open_readers, read_sample
 
 MAX_CYCLES = 16
 """Cycles of a mixture that are compared: the reference computes a cycle position by position."""
@@ -55,14 +55,10 @@ class CheckedStream:
         sources = own_sources or open_sources(config.data, config.model.vocab, config.model.separator)
         layout = Layout.from_config(config.layout)
         readers = open_readers(config) if own_sources is None else []
-        lengths = (
-            [
-                len(source) if isinstance(reader, DocumentReader) and not reader.complete else reader.samples
-                for source, reader in zip(sources, readers, strict=True)
-            ]
-            if own_sources is None
-            else [len(source) for source in sources]
-        )
+        lengths = [
+            reader.samples if reader is not None and reader.complete else len(source)
+            for source, reader in zip_longest(sources, readers)
+        ]
         return cls(
             config,
             layout,
@@ -98,14 +94,22 @@ class CheckedStream:
         return source, sample - self.starts[source]
 
     def known(self, sample: int) -> bool:
-        """Whether the reference can read the sample: of large text files it reads the first documents only."""
+        """Whether the reference can read the sample: of large files it reads the first documents only."""
         source, index = self.locate(sample)
         return index < self.readers[source].samples
 
+    @property
+    def unread(self) -> tuple[str, ...]:
+        """The sources that are not read independently, and why."""
+        pairs = zip(self.sources, self.readers, strict=False)
+        return tuple(f"the content of {s.name}: {r.reason}" for s, r in pairs if isinstance(r, UnreadSource))
+
     def read(self, sample: int) -> Arrays:
-        """(tokens, labels) of a sample, read independently."""
+        """(tokens, labels), and the documents beside packed chats, of a sample, read independently."""
         source, index = self.locate(sample)
-        return sample_arrays(self.readers[source].tokens(index), self.config.model.vocab)
+        reader = self.readers[source]
+        assert not isinstance(reader, UnreadSource)
+        return read_sample(reader, index, self.config, any(is_packed(source) for source in self.sources))
 
     def some_sources(self) -> list[int]:
         """Every source, or for many the first, the last and random ones."""

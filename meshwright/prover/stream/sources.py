@@ -5,7 +5,6 @@ from __future__ import annotations
 import numpy as np
 
 from meshwright.core.data.source import ConcatenatedSource
-from meshwright.prover.oracle.source_files import DocumentReader
 from meshwright.prover.stream.checked_stream import CheckedStream, WrongStream
 from meshwright.prover.stream.loading import compare_sample
 
@@ -21,13 +20,12 @@ def check_sources(checked: CheckedStream) -> str:
     compared = 0
     for number in sources:
         source, reader = checked.sources[number], checked.readers[number]
-        known = isinstance(reader, DocumentReader) and not reader.complete
-        if (len(source) != reader.samples and not known) or len(source) < reader.samples:
+        if (len(source) != reader.samples and reader.complete) or len(source) < reader.samples:
             raise WrongStream(f"source {source.name} has {len(source):,} samples, expected {reader.samples:,}")
         borders = [0, 1, reader.samples - 1, *reader.borders[:64]]
         near = {border + offset for border in borders for offset in (-1, 0)}
         count = min(MAX_READ_SAMPLES, max(8, budget))
-        chosen = near | {checked.random.randrange(reader.samples) for _ in range(count)}
+        chosen = near | {checked.random.randrange(reader.samples) for _ in range(count if reader.samples else 0)}
         for index in sorted(index for index in chosen if 0 <= index < reader.samples):
             sample = checked.starts[number] + index
             try:
