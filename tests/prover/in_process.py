@@ -13,8 +13,6 @@ from meshwright.core.launch import ranks
 from meshwright.core.parallel.world import World
 from meshwright.core.trainer.custom_model import CustomModel
 from meshwright.core.trainer.loop import train_rank
-from meshwright.core.trainer.records import plan_recorder
-from meshwright.planner.calibration.run_prediction import RunPrediction
 from meshwright.prover import prove, training
 from meshwright.prover.claims import proof_folder
 from meshwright.prover.custom import proof as custom_proof
@@ -88,7 +86,6 @@ def failed_claims(config) -> list[str]:
             patch.setattr(module, "check_recovery", check_saved_states)
         claims = {claim: check for claim, check in stream_check.CLAIMS.items() if check in stream_check.NEEDS_FILES}
         patch.setattr(stream_check, "CLAIMS", claims)
-        patch.setattr(plan_recorder, "predict_run", lambda *_: RunPrediction({"notes": []}))
         results = meshwright.prove(config)["checks"]
     assert {result["check"] for result in results} >= CHECKS
     return [f"{result['claim']}: {result['measured']}" for result in results if not result["passed"]]
