@@ -20,8 +20,8 @@ from dataclasses import asdict, dataclass
 from math import ceil
 from typing import Any
 
-from meshwright.base.config.dtypes import PRECISION_BYTES
 from meshwright.base.config.rl import RLConfig
+from meshwright.base.dtypes import PRECISION_BYTES
 from meshwright.planner.cost.terms.kernel_time import LAUNCH_GAP, kernel_rate
 from meshwright.planner.workload.planned_job import PlannedJob
 

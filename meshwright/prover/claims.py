@@ -12,7 +12,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from meshwright.base.config import BlockSizes, LaunchConfig, RunConfig
+from meshwright.base.block_sizes import BlockSizes
+from meshwright.base.config import LaunchConfig, RunConfig
 from meshwright.base.config.device_defaults import with_device_defaults
 from meshwright.base.records.run_folder import RunFolder
 from meshwright.base.scratch_folder import ScratchFolder

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from meshwright.base.block_sizes import BLOCK_SIZES, BlockSizes
 from meshwright.base.checkpoint.listing import (
     CHECKPOINTS_FOLDER,
     NAME_PATTERN,
@@ -21,7 +22,7 @@ from meshwright.base.checkpoint.listing import (
     read_entry,
 )
 from meshwright.base.checkpoint.manifest import MANIFEST_FILE
-from meshwright.base.config import BLOCK_SIZES, BlockSizes, CheckpointConfig
+from meshwright.base.config import CheckpointConfig
 from meshwright.base.config.rl import RLConfig
 from meshwright.base.io import sync_folder
 from meshwright.base.records.run_folder import RunFolder

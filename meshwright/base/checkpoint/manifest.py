@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field, fields
 from functools import cached_property
 from typing import Any
 
+from meshwright.base.block_sizes import BLOCK_SIZES
 from meshwright.base.checkpoint.format.canonical import InvalidManifest, parse, serialize
 from meshwright.base.checkpoint.format.canonical import canonical_digest as canonical_digest
 from meshwright.base.checkpoint.format.format_1 import split_format_1
@@ -24,7 +25,6 @@ from meshwright.base.checkpoint.format.manifest_parts import (
     shard_file,
 )
 from meshwright.base.checkpoint.format.regions import MAX_INTEGER, RegionTable, TensorRecord
-from meshwright.base.config import BLOCK_SIZES
 
 MANIFEST_FILE = "manifest.json"
 MAX_MANIFEST_BYTES = 256 << 20

@@ -1,6 +1,5 @@
 """The settings of a run: frozen dataclasses, read from TOML and the command line, with batch sizes and fingerprints."""
 
-from meshwright.base.block_sizes import BLOCK_SIZES, BlockSizes
 from meshwright.base.config.batch import Batch, derive_batch
 from meshwright.base.config.constraints import IGNORE_INDEX
 from meshwright.base.config.data import DataConfig, SourceConfig
@@ -36,13 +35,11 @@ from meshwright.base.config.run_config import (
 )
 
 __all__ = [
-    "BLOCK_SIZES",
     "IGNORE_INDEX",
     "PRESETS",
     "ActivationCheckpointConfig",
     "Batch",
     "BatchConfig",
-    "BlockSizes",
     "CheckpointConfig",
     "CompileConfig",
     "ContextConfig",

@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from meshwright.base.config.device_defaults import DeviceType
-from meshwright.base.config.dtypes import PRECISION_BYTES
+from meshwright.base.dtypes import PRECISION_BYTES
 from meshwright.base.hardware.power import power_limited_fraction
 from meshwright.errors import ConfigError
 

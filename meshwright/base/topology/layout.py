@@ -6,10 +6,13 @@ from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cache, cached_property
 from math import prod
+from typing import TYPE_CHECKING
 
-from meshwright.base.config import LayoutConfig, RunConfig
 from meshwright.base.topology.axes import AXES, DATA_AXES
 from meshwright.base.topology.schedules import find_schedule
+
+if TYPE_CHECKING:
+    from meshwright.base.config import LayoutConfig, RunConfig
 
 
 @dataclass(frozen=True)

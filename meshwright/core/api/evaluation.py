@@ -11,8 +11,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from meshwright.base.block_sizes import BLOCK_SIZES
 from meshwright.base.cli.python_args import errors_for_python, given_run
-from meshwright.base.config import BLOCK_SIZES, RunConfig, identity, load_config
+from meshwright.base.config import RunConfig, identity, load_config
 from meshwright.base.config.device_defaults import with_device_defaults
 from meshwright.base.config.rl import RLConfig
 from meshwright.base.records.run_folder import RunFolder

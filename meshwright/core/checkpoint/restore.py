@@ -11,11 +11,11 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+from meshwright.base.block_sizes import BLOCK_SIZES, BlockSizes
 from meshwright.base.checkpoint.format.index import CheckpointIndex, read_parts
 from meshwright.base.checkpoint.format.regions import RegionTable, TensorRecord, TensorRegion
 from meshwright.base.checkpoint.listing import CheckpointEntry, RunLineage, list_published, read_entry
 from meshwright.base.checkpoint.manifest import Manifest
-from meshwright.base.config import BLOCK_SIZES, BlockSizes
 from meshwright.base.store.interface import Store
 from meshwright.core import faults
 from meshwright.core.checkpoint.dcp_planner import LocalShardLoadPlanner, as_planner_state, find_mismatches

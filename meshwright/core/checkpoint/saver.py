@@ -12,19 +12,19 @@ from collections.abc import Callable
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
 
+from meshwright.base.block_sizes import BLOCK_SIZES, BlockSizes
 from meshwright.base.checkpoint.format.canonical import recorded_digest
 from meshwright.base.checkpoint.format.manifest_parts import RecordedPart, ShardOrigin
 from meshwright.base.checkpoint.format.regions import TensorRecord
 from meshwright.base.checkpoint.listing import RunLineage, checkpoint_folder, read_fence
 from meshwright.base.checkpoint.manifest import MANIFEST_FILE, MAX_MANIFEST_BYTES, Manifest
-from meshwright.base.config import BLOCK_SIZES, BlockSizes, CheckpointConfig
 from meshwright.base.store.interface import Store
 from meshwright.base.topology.layout import Layout
 from meshwright.core import faults
@@ -38,6 +38,9 @@ from meshwright.core.parallel.data_parallel.rank_agreement import ModelUse, use_
 from meshwright.core.parallel.local_shard import LocalShard
 from meshwright.core.parallel.world import World
 from meshwright.errors import BusyError, CheckpointError, MeshwrightError, NumericsError
+
+if TYPE_CHECKING:
+    from meshwright.base.config import CheckpointConfig
 
 warnings.filterwarnings("ignore", message="torch.distributed is disabled")  # a single process is a supported layout
 

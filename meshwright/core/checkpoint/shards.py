@@ -24,6 +24,7 @@ from torch.distributed.checkpoint.planner import LoadPlan, LoadPlanner, ReadItem
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.futures import Future
 
+from meshwright.base.block_sizes import BLOCK_SIZES, BlockSizes
 from meshwright.base.checkpoint.format.canonical import recorded_digest
 from meshwright.base.checkpoint.format.index import require_parts
 from meshwright.base.checkpoint.format.manifest_parts import (
@@ -44,7 +45,6 @@ from meshwright.base.checkpoint.format.regions import (
 )
 from meshwright.base.checkpoint.listing import CheckpointEntry
 from meshwright.base.checkpoint.manifest import MANIFEST_FILE
-from meshwright.base.config import BLOCK_SIZES, BlockSizes
 from meshwright.base.store.interface import OutcomeUnknown, Store
 from meshwright.core import faults
 from meshwright.core.checkpoint.state import tensor_bytes

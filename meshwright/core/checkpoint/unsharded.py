@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 
 from meshwright.base.checkpoint.format.regions import TensorRecord
 from meshwright.base.checkpoint.listing import CheckpointEntry
-from meshwright.base.config.dtypes import TENSOR_BYTES
+from meshwright.base.dtypes import TENSOR_BYTES
 
 NUMPY_DTYPES = {"float64": "<f8", "float32": "<f4", "float16": "<f2", "int64": "<i8", "int32": "<i4", "int16": "<i2"}
 NUMPY_DTYPES |= {"int8": "i1", "uint8": "u1", "bool": "u1"}

@@ -11,13 +11,13 @@ from typing import Any
 
 import xxhash
 
+from meshwright.base.block_sizes import BLOCK_SIZES, BlockSizes
 from meshwright.base.checkpoint.format.canonical import InvalidManifest
 from meshwright.base.checkpoint.format.index import read_parts
 from meshwright.base.checkpoint.format.manifest_parts import FileRecord, InvalidPart, ManifestPart, ShardOrigin
 from meshwright.base.checkpoint.format.regions import RegionTable
 from meshwright.base.checkpoint.listing import CheckpointEntry
 from meshwright.base.checkpoint.manifest import MANIFEST_FILE, Manifest
-from meshwright.base.config import BLOCK_SIZES, BlockSizes
 from meshwright.base.store.interface import Buffer, Sink, Store
 
 SHARD_HEADER_BYTES = 4096

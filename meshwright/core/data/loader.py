@@ -21,7 +21,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from meshwright.base.config import BLOCK_SIZES, IGNORE_INDEX, Batch, BlockSizes, DataConfig
+from meshwright.base.block_sizes import BLOCK_SIZES, BlockSizes
+from meshwright.base.config import IGNORE_INDEX, Batch, DataConfig
 from meshwright.base.parent_death import exit_with_parent
 from meshwright.core.data.batch_structure import BatchStructure, CountRule
 from meshwright.core.data.permutation import Positions

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from meshwright.base.config import RunConfig
-from meshwright.base.config.dtypes import rounds_weights
+from meshwright.base.dtypes import rounds_weights
 from meshwright.base.records.failures import RanksFailed
 from meshwright.base.topology.layout import Layout
 from meshwright.base.topology.parameter_shards import uses_ddp, uses_fsdp

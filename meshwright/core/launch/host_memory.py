@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from meshwright.base.config import RunConfig
-from meshwright.base.config.dtypes import parameter_bytes, rounds_weights, weight_bytes
+from meshwright.base.dtypes import parameter_bytes, rounds_weights, weight_bytes
 from meshwright.base.io import format_bytes
 from meshwright.base.models.registry import run_spec
 from meshwright.base.topology.layout import Layout

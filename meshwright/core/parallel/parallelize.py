@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.base.config import DDPConfig, RunConfig
-from meshwright.base.config.dtypes import rounds_weights
+from meshwright.base.dtypes import rounds_weights
 from meshwright.base.topology.layout import Layout
 from meshwright.base.topology.parameter_shards import PipelinePlacement, pipeline_placement, uses_fsdp
 from meshwright.core.models.layers.loss import use_fused_loss

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 
-from meshwright.base.config import LaunchConfig
-from meshwright.base.config.device_defaults import DeviceType
 from meshwright.base.records.heartbeat import Heartbeat
 from meshwright.core.telemetry.comm_counter import control_messages
+
+if TYPE_CHECKING:
+    from meshwright.base.config import LaunchConfig
+    from meshwright.base.config.device_defaults import DeviceType
 
 
 def device_type(launch: LaunchConfig) -> DeviceType:

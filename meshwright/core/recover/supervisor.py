@@ -15,10 +15,9 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass, field, replace
 from itertools import takewhile
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from meshwright.base.checkpoint.listing import list_leases, list_published, open_run_store
-from meshwright.base.config import LaunchConfig
 from meshwright.base.environment import stop_signals
 from meshwright.base.records.attempt_files import has_ended, write_incident
 from meshwright.base.records.events import EventLog
@@ -38,6 +37,9 @@ from meshwright.core.recover.lease import Lease, acquire_lease, acquire_next_lea
 from meshwright.core.recover.running_ranks import RunningRanks, StartAttempt, Viewer
 from meshwright.core.recover.watchdog import Hang, Watchdog, find_collective_mismatch
 from meshwright.errors import KilledBySignal, MeshwrightError, RestartsExhausted, StoppedBeforeStart, StoppedBySignal
+
+if TYPE_CHECKING:
+    from meshwright.base.config import LaunchConfig
 
 CHECK_INTERVAL = 0.5
 """Seconds between two checks of the heartbeats."""

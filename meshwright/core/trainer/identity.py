@@ -14,7 +14,7 @@ from typing import Any
 from meshwright.base.config import RunConfig, config_to_toml, fingerprint, identity, placement
 from meshwright.base.config.data import INIT_FROM, TOKENIZER_FILE
 from meshwright.base.config.device_defaults import with_device_defaults
-from meshwright.base.config.dtypes import COMPUTE_BYTES
+from meshwright.base.dtypes import COMPUTE_BYTES
 from meshwright.base.io import atomic_write, read_json, write_error, write_json
 from meshwright.base.records.run_folder import RunFolder
 from meshwright.base.store.mirror import RunMirror

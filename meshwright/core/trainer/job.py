@@ -7,7 +7,8 @@ from dataclasses import dataclass, field, replace
 from signal import Signals
 from typing import TYPE_CHECKING, Any
 
-from meshwright.base.config import BLOCK_SIZES, Batch, BlockSizes, RunConfig
+from meshwright.base.block_sizes import BLOCK_SIZES, BlockSizes
+from meshwright.base.config import Batch, RunConfig
 from meshwright.base.config.device_defaults import is_resolved
 from meshwright.base.environment import stop_signals
 from meshwright.base.records.events import Event

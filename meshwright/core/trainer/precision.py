@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from meshwright.base.config import PrecisionConfig
-from meshwright.base.config.dtypes import TORCH_NAMES
+from meshwright.base.dtypes import TORCH_NAMES
 from meshwright.core.torch_private import fix_compiled_kernels
 from meshwright.errors import ConfigError
 

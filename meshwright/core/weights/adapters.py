@@ -17,8 +17,8 @@ from torch import Tensor
 from meshwright.base.checkpoint.listing import CheckpointEntry
 from meshwright.base.checkpoint.manifest import Manifest
 from meshwright.base.config import LoraConfig, ModelConfig, RunConfig
-from meshwright.base.config.dtypes import TENSOR_BYTES
 from meshwright.base.config.reader import build_dataclass
+from meshwright.base.dtypes import TENSOR_BYTES
 from meshwright.base.models.lora import FACTORS, WEIGHT
 from meshwright.base.models.registry import lora_spec, model_spec, stored_parameters
 from meshwright.base.models.spec import ModelSpec

@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 
 from meshwright.base.checkpoint.format.regions import TensorRegion
 from meshwright.base.checkpoint.listing import CheckpointEntry
-from meshwright.base.config.dtypes import TENSOR_BYTES
+from meshwright.base.dtypes import TENSOR_BYTES
 
 Bits = NDArray[Any]
 """Elements as unsigned integers of their bits: numpy has no bfloat16."""

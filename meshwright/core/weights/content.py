@@ -10,8 +10,8 @@ from pathlib import Path
 import numpy as np
 import xxhash
 
-from meshwright.base.config.dtypes import TENSOR_BYTES
 from meshwright.base.config.reader import shorten
+from meshwright.base.dtypes import TENSOR_BYTES
 from meshwright.base.io import open_descriptor
 from meshwright.core.checkpoint.unsharded import digest_of_lines, tensor_line
 from meshwright.core.weights.folder import WeightFiles

@@ -23,8 +23,8 @@ import xxhash
 from meshwright.base.checkpoint.listing import CheckpointEntry
 from meshwright.base.checkpoint.manifest import Manifest
 from meshwright.base.config import ModelConfig, RunConfig, fingerprint
-from meshwright.base.config.dtypes import TENSOR_BYTES
 from meshwright.base.config.reader import build_dataclass, shorten
+from meshwright.base.dtypes import TENSOR_BYTES
 from meshwright.base.io import sync_folder, write_json
 from meshwright.base.models.huggingface import StoredParameter
 from meshwright.base.models.registry import lora_spec, model_spec, write_huggingface_config

@@ -14,8 +14,8 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from meshwright.base.config.dtypes import TENSOR_BYTES
 from meshwright.base.config.reader import format_value, shorten
+from meshwright.base.dtypes import TENSOR_BYTES
 from meshwright.base.io import open_regular_file, parse_json
 from meshwright.errors import ConfigError
 

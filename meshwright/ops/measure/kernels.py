@@ -7,7 +7,7 @@ from functools import partial
 
 import torch
 
-from meshwright.base.config.dtypes import COMPUTE_BYTES, TORCH_NAMES
+from meshwright.base.dtypes import COMPUTE_BYTES, TORCH_NAMES
 from meshwright.base.hardware.cluster import MatmulRate
 from meshwright.core.torch_private import scaled_mm
 from meshwright.ops.measure.timing import TimeBudget, TimingGroup, fits_budget

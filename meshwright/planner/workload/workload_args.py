@@ -8,8 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.base.config import RunConfig, config_from_dict, config_to_dict, load_config
-from meshwright.base.config.dtypes import COMPUTE_BYTES, PRECISIONS
 from meshwright.base.config.reader import read_toml
+from meshwright.base.dtypes import COMPUTE_BYTES, PRECISIONS
 from meshwright.base.models.registry import model_architecture
 from meshwright.base.models.traced_model import TracedModel
 from meshwright.errors import ConfigError

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from meshwright.base.config import Batch, RunConfig
-from meshwright.base.config.dtypes import rounds_weights
+from meshwright.base.dtypes import rounds_weights
 from meshwright.base.topology.layout import Layout
 from meshwright.base.topology.parameter_shards import uses_fsdp
 from meshwright.core.data.source import ConcatenatedSource

@@ -13,7 +13,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from meshwright.base.config import IGNORE_INDEX, RunConfig
-from meshwright.base.config.dtypes import rounds_weights
+from meshwright.base.dtypes import rounds_weights
 from meshwright.errors import ConfigError
 from meshwright.prover.oracle.decoder import LONG_SEQUENCE, Parameters, ReferenceDecoder
 from meshwright.prover.oracle.equivalent_model import equivalent_parameters

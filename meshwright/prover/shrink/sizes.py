@@ -23,7 +23,7 @@ from meshwright.base.config import (
     ScheduleConfig,
     derive_batch,
 )
-from meshwright.base.config.dtypes import COMPUTE_BYTES
+from meshwright.base.dtypes import COMPUTE_BYTES
 from meshwright.base.models.registry import model_spec
 from meshwright.base.topology.layout import Layout, stages_per_rank
 from meshwright.base.topology.parameter_shards import uses_ddp

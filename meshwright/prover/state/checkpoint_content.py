@@ -14,7 +14,7 @@ import torch
 import xxhash
 from numpy.typing import NDArray
 
-from meshwright.base.config.dtypes import TENSOR_BYTES
+from meshwright.base.dtypes import TENSOR_BYTES
 from meshwright.base.topology.layout import Layout
 from meshwright.prover.state.comparison import Reference, compare_values, explain_kinds, shorten
 from meshwright.prover.state.recording import FROZEN, ROUNDED, ShardRecord, StateRecord, digest_tensor

@@ -11,11 +11,11 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.distributed.checkpoint.api import CheckpointException
 
+from meshwright.base.block_sizes import BLOCK_SIZES, BlockSizes
 from meshwright.base.checkpoint.format.manifest_parts import RecordedPart, ShardOrigin
 from meshwright.base.checkpoint.format.regions import TensorRecord
 from meshwright.base.checkpoint.listing import CheckpointEntry
 from meshwright.base.checkpoint.manifest import Manifest
-from meshwright.base.config import BLOCK_SIZES, BlockSizes
 from meshwright.base.store.interface import Buffer
 from meshwright.base.store.posix import PosixCalls, PosixStore
 from meshwright.core.checkpoint.dcp_planner import LocalShardLoadPlanner, LocalShardSavePlanner, as_planner_state

@@ -13,7 +13,8 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from meshwright.base.config import BLOCK_SIZES, Batch, BatchConfig, BlockSizes, DataConfig, derive_batch
+from meshwright.base.block_sizes import BLOCK_SIZES, BlockSizes
+from meshwright.base.config import Batch, BatchConfig, DataConfig, derive_batch
 from meshwright.core.data.loader import Loader, MicroBatch
 from meshwright.core.data.permutation import MAX_LENGTH
 from meshwright.core.data.source import ConcatenatedSource, IndexableSource

@@ -7,7 +7,7 @@ from typing import get_args, get_type_hints
 import torch
 
 from meshwright.base.config import PrecisionConfig
-from meshwright.base.config.dtypes import COMPUTE_BYTES, PRECISIONS, TENSOR_BYTES, TORCH_NAMES
+from meshwright.base.dtypes import COMPUTE_BYTES, PRECISIONS, TENSOR_BYTES, TORCH_NAMES
 from meshwright.base.hardware.cluster_file import Precision
 
 

@@ -9,11 +9,12 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint import DefaultSavePlanner
 
+from meshwright.base.block_sizes import BLOCK_SIZES, BlockSizes
 from meshwright.base.checkpoint.format.canonical import canonical_digest, serialize
 from meshwright.base.checkpoint.format.manifest_parts import ShardOrigin
 from meshwright.base.checkpoint.listing import CheckpointEntry, RunLineage, checkpoint_folder, list_published
 from meshwright.base.checkpoint.manifest import MANIFEST_FILE
-from meshwright.base.config import BLOCK_SIZES, BlockSizes, CheckpointConfig
+from meshwright.base.config import CheckpointConfig
 from meshwright.base.store.posix import PosixStore
 from meshwright.core.checkpoint.saver import CheckpointMetadata, CheckpointSaver, SaveResult
 from meshwright.core.checkpoint.shards import ShardWriter

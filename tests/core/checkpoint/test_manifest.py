@@ -8,9 +8,9 @@ import sys
 
 import pytest
 
+from meshwright.base.block_sizes import BlockSizes
 from meshwright.base.checkpoint.listing import list_published
 from meshwright.base.checkpoint.manifest import InvalidManifest, Manifest, canonical_digest
-from meshwright.base.config import BlockSizes
 from meshwright.base.store.posix import PosixStore
 from meshwright.core.checkpoint.restore import restore
 from meshwright.core.checkpoint.state import parameters_digest

@@ -10,12 +10,12 @@ import numpy as np
 import pytest
 import torch
 
+from meshwright.base.block_sizes import BlockSizes
 from meshwright.base.checkpoint.format.canonical import InvalidManifest, canonical_digest, serialize
 from meshwright.base.checkpoint.format.manifest_parts import MAX_PART_BYTES, MAX_PARTS_BYTES, ManifestPart, part_file
 from meshwright.base.checkpoint.format.regions import RegionTable, checksum, regions_overlap
 from meshwright.base.checkpoint.listing import list_published
 from meshwright.base.checkpoint.manifest import MANIFEST_FILE, Manifest
-from meshwright.base.config import BlockSizes
 from meshwright.base.store.posix import PosixStore
 from meshwright.core.checkpoint.restore import gather_index, restore
 from meshwright.core.checkpoint.state import parameters_digest

@@ -9,10 +9,10 @@ import pytest
 import torch
 import xxhash
 
+from meshwright.base.block_sizes import BlockSizes
 from meshwright.base.checkpoint.format.manifest_parts import ManifestPart
 from meshwright.base.checkpoint.listing import RunLineage, list_published
 from meshwright.base.checkpoint.manifest import MAX_MANIFEST_BYTES, InvalidManifest, Manifest
-from meshwright.base.config import BlockSizes
 from meshwright.base.store.posix import PosixStore
 from meshwright.core.checkpoint.restore import RestoreResult, restore
 from meshwright.core.checkpoint.state import CheckpointState, parameters_digest

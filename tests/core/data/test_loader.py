@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 import torch
 
-from meshwright.base.config import Batch, BatchConfig, BlockSizes, DataConfig, derive_batch
+from meshwright.base.block_sizes import BlockSizes
+from meshwright.base.config import Batch, BatchConfig, DataConfig, derive_batch
 from meshwright.core.data import loader as loader_module
 from meshwright.core.data.loader import Loader, fits_shared_memory
 from meshwright.core.data.source import ConcatenatedSource, IndexableSource

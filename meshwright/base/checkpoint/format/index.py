@@ -18,7 +18,7 @@ from meshwright.base.checkpoint.format.regions import (
     split_rows,
 )
 from meshwright.base.checkpoint.manifest import Manifest
-from meshwright.base.config.dtypes import TENSOR_BYTES
+from meshwright.base.dtypes import TENSOR_BYTES
 from meshwright.base.store.interface import Store
 
 READ_THREADS = min(16, 4 * (os.cpu_count() or 1))

@@ -12,7 +12,7 @@ import xxhash
 from numpy.typing import NDArray
 
 from meshwright.base.checkpoint.format.canonical import InvalidManifest
-from meshwright.base.config.dtypes import TENSOR_BYTES
+from meshwright.base.dtypes import TENSOR_BYTES
 
 MAX_DIMENSIONS = 64
 """The largest number of dimensions of a tensor."""

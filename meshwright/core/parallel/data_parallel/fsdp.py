@@ -27,7 +27,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, Shard
 
 from meshwright.base.config import RunConfig
-from meshwright.base.config.dtypes import TORCH_NAMES, rounds_weights
+from meshwright.base.dtypes import TORCH_NAMES, rounds_weights
 from meshwright.base.topology.parameter_shapes import fsdp_shard_dim
 from meshwright.core.parallel.data_parallel.rank_agreement import BlockCalls
 from meshwright.core.parallel.expert_parallel import find_expert_weights

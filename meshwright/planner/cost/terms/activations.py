@@ -42,7 +42,7 @@ from dataclasses import dataclass
 from functools import cache, singledispatch
 from typing import Any
 
-from meshwright.base.config.dtypes import COMPUTE_BYTES
+from meshwright.base.dtypes import COMPUTE_BYTES
 from meshwright.base.models.architecture import Architecture
 from meshwright.base.models.block_kinds import BlockKind
 from meshwright.base.topology.layout import Layout

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from functools import cache
 from math import ceil, log2
 
-from meshwright.base.config.dtypes import PRECISION_BYTES
+from meshwright.base.dtypes import PRECISION_BYTES
 from meshwright.base.hardware.cluster import Device, MatmulRate
 from meshwright.planner.workload.optimizer_bytes import LowRankFactors
 from meshwright.planner.workload.trainer_profile import TrainerProfile

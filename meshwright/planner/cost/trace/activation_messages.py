@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from math import lcm
 
 from meshwright.base.config import RunConfig
-from meshwright.base.config.dtypes import COMPUTE_BYTES, parameter_bytes, residual_bytes, weight_bytes
+from meshwright.base.dtypes import COMPUTE_BYTES, parameter_bytes, residual_bytes, weight_bytes
 from meshwright.base.hardware.all_to_all import reachable_nodes, token_copies
 from meshwright.base.hardware.links import GroupPlacement, collective_seconds, token_all_to_all_seconds
 from meshwright.base.models.architecture import Architecture

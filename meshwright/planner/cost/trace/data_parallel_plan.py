@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from meshwright.base.config import Batch, RunConfig
-from meshwright.base.config.dtypes import COMPUTE_BYTES, parameter_bytes, rounds_weights, weight_bytes
+from meshwright.base.dtypes import COMPUTE_BYTES, parameter_bytes, rounds_weights, weight_bytes
 from meshwright.base.topology.layout import Layout
 from meshwright.base.topology.parameter_shards import dense_shard_group, uses_ddp, uses_fsdp
 from meshwright.planner.cost.trace.data_parallel import DataParallelPlan, GradientBytes

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from meshwright.base.config import RunConfig
-from meshwright.base.config.dtypes import parameter_bytes
+from meshwright.base.dtypes import parameter_bytes
 from meshwright.base.models.spec import ModelSpec
 from meshwright.base.topology.layout import Layout
 from meshwright.base.topology.matrix_owners import OPTIMIZER_AXIS, MatrixOwners, ShardedParameter, sharding_of

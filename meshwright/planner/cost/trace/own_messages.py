@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from meshwright.base.config import RunConfig
-from meshwright.base.config.dtypes import parameter_bytes, weight_bytes
+from meshwright.base.dtypes import parameter_bytes, weight_bytes
 from meshwright.base.hardware.links import GroupPlacement, collective_seconds
 from meshwright.base.models.traced_model import TracedModel
 from meshwright.base.topology.parameter_shards import parameter_shards, uses_ddp

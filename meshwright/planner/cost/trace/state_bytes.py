@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from meshwright.base.config.dtypes import parameter_bytes, rounds_weights
+from meshwright.base.dtypes import parameter_bytes, rounds_weights
 from meshwright.base.topology.optimizer_state import rank_state_bytes
 from meshwright.base.topology.parameter_shards import parameter_shards, uses_fsdp
 

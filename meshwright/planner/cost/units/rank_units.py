@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from meshwright.base.config import RunConfig
-from meshwright.base.config.dtypes import COMPUTE_BYTES, parameter_bytes, weight_bytes
+from meshwright.base.dtypes import COMPUTE_BYTES, parameter_bytes, weight_bytes
 from meshwright.base.hardware.links import GroupPlacement, group_placement
 from meshwright.base.models.spec import AFTER, BEFORE, ROOT, ModelSpec
 from meshwright.base.topology.parameter_shards import (
