@@ -49,6 +49,25 @@ def test_verb_of_another_distribution_runs_and_is_listed(installed, tmp_path, mo
     assert text.index("meshwright.ops:") < text.index("team_tools:")
 
 
+def test_verb_of_another_distribution_that_cannot_be_imported_does_not_end_the_help(
+    installed, tmp_path, monkeypatch, capsys
+):
+    (tmp_path / "broken_tools").mkdir()
+    (tmp_path / "broken_tools" / "__init__.py").touch()
+    (tmp_path / "broken_tools" / "verbs.py").write_text("import a_module_that_is_missing")
+    monkeypatch.syspath_prepend(tmp_path)
+    installed(broken_verb="broken_tools.verbs:verb")
+    main(["--help"])
+    assert "broken_tools: \n  broken verb        cannot be imported: ModuleNotFoundError" in capsys.readouterr().out
+
+
+def test_copy_that_is_not_installed_says_so(monkeypatch, capsys):
+    monkeypatch.setattr(verbs, "extensions", lambda group: [])
+    verbs.verbs.cache_clear()
+    assert "this copy of Meshwright is not installed" in refused(["train"], capsys)
+    verbs.verbs.cache_clear()
+
+
 def test_verb_of_another_distribution_does_not_replace_one_of_meshwright(installed):
     installed(train="team_tools:train")
     assert verbs.verbs()["train"].module == "meshwright.core.cli.train"

@@ -37,9 +37,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     except KeyboardInterrupt:
         raise SystemExit(130) from None
     except ModuleNotFoundError as error:
-        if error.name not in ("torch", "safetensors"):
+        missing = (error.name or "").partition(".")[0]
+        if missing not in ("torch", "safetensors"):
             raise
-        print("meshwright: this command needs torch; try pip install 'meshwright[train]'", file=sys.stderr)
+        print(f"meshwright: this command needs {missing}; try pip install 'meshwright[train]'", file=sys.stderr)
         raise SystemExit(2) from None
     except OSError as error:  # a full disk, a closed pipe
         reached = limit_error(error)

@@ -7,9 +7,9 @@ value is a function whose docstring is "Verb: summary" and whose signature decla
 from __future__ import annotations
 
 import difflib
+import sys
 from collections.abc import Iterable
 from functools import cache
-from importlib import import_module
 from importlib.metadata import EntryPoint
 from itertools import groupby
 
@@ -30,6 +30,10 @@ def verbs() -> dict[str, EntryPoint]:
     found: dict[str, EntryPoint] = {}
     for entry in sorted(extensions(GROUP), key=position):
         found.setdefault(entry.name.replace(".", " "), entry)
+    if not found:
+        raise ConfigError(
+            "this copy of Meshwright is not installed, so its verbs are not known", "try pip install -e ."
+        )
     return found
 
 
@@ -67,14 +71,31 @@ def load_verb(name: str) -> Verb:
 
 def summaries(names: Iterable[str]) -> list[str]:
     """Returns one line per verb, with the summary from its docstring."""
-    return [f"  {name:<18} {(load_verb(name).__doc__ or '').partition(': ')[2].splitlines()[0]}" for name in names]
+    return [f"  {name:<18} {summary(name)}" for name in names]
+
+
+def summary(name: str) -> str:
+    """What a verb does. A verb of another distribution that cannot be imported does not end the help of the others."""
+    try:
+        return first_line((load_verb(name).__doc__ or "").partition(": ")[2])
+    except Exception as error:
+        if package(verbs()[name]).startswith("meshwright"):
+            raise
+        return f"cannot be imported: {type(error).__name__}: {error}"
 
 
 def summaries_by_package() -> list[str]:
     """Returns the summaries of all verbs under the name of the area, or of the other package, that has them."""
     lines: list[str] = []
     for owner, group in groupby(verbs(), key=lambda name: package(verbs()[name])):
-        present, names = is_present(owner), list(group)
-        purpose = (import_module(owner).__doc__ or "").splitlines()[0] if present else "not installed"
-        lines += ["", f"{owner}: {purpose}", *(summaries(names) if present else [f"  {name}" for name in names])]
+        names = list(group)
+        if not is_present(owner):
+            lines += ["", f"{owner}: not installed", *(f"  {name}" for name in names)]
+            continue
+        rows = summaries(names)  # imports the package
+        lines += ["", f"{owner}: {first_line(getattr(sys.modules.get(owner), '__doc__', None) or '')}", *rows]
     return lines
+
+
+def first_line(text: str) -> str:
+    return next(iter(text.splitlines()), "")

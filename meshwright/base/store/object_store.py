@@ -55,7 +55,7 @@ class ObjectStore:
         self.known: set[str] = set()
         """Objects that exist, as an answer to this process has shown: a listing may be older than that answer."""
         self.ahead = ReadAhead()
-        self.request_end = 0.0
+        self.request_ends: dict[object, float] = {}
         """The time at which the requests under way will have ended, whatever the link does."""
 
     @property
@@ -187,10 +187,14 @@ class ObjectStore:
     def exists(self, name: str) -> FileExistsError:
         return FileExistsError(errno.EEXIST, "there is an object of this name", self.path(name))
 
-    def within_limits(self, size: int) -> None:
-        """Called before a request with so many bytes."""
-        limit = self.limits.timeout + self.limits.body_seconds(size)
-        self.request_end = max(self.request_end, time.monotonic() + limit)
+    @property
+    def request_end(self) -> float:
+        """Until when the requests that run may take (monotonic clock); 0 if none runs."""
+        return max(list(self.request_ends.values()), default=0.0)
+
+    def within_limits(self, request: object, size: int) -> None:
+        """Called before a request with so many bytes; whoever makes it removes it from `request_ends` at its end."""
+        self.request_ends[request] = time.monotonic() + self.limits.timeout + self.limits.body_seconds(size)
 
     def repeat(self, operation: str, name: str, request: Callable[[], T], size: int = 0) -> T:
         """Make a request, again after a random part of a growing time while it fails for a reason that may pass. `size`
@@ -201,9 +205,10 @@ class ObjectStore:
         """
         limits, tries = self.limits, 0
         end = time.monotonic() + limits.seconds + limits.body_seconds(size)
+        running = object()
         while True:
             tries += 1
-            self.within_limits(size)
+            self.within_limits(running, size)
             try:
                 return request()
             except RequestFailed as error:
@@ -215,6 +220,8 @@ class ObjectStore:
                 after = f" ({tries} tries)" if tries > 1 else ""
                 code = errno.EACCES if error.denied else errno.EIO if error.retry else errno.EINVAL
                 raise OSError(code, f"cannot {operation} {self.path(name)}: {error}{after}", self.path(name)) from None
+            finally:
+                self.request_ends.pop(running, None)
 
 
 class UploadAborted(Exception):
@@ -325,12 +332,12 @@ class ObjectSink:
         except BaseException as error:  # noqa: BLE001  the thread that writes raises it
             self.failure = error
         finally:
-            self.store.request_end = 0.0
+            self.store.request_ends.pop(self, None)
             self.ended.set()
 
     def _blocks(self) -> Iterator[Buffer]:
         while (part := self.parts.get()) is not None:
-            self.store.within_limits(PARTS_IN_FLIGHT * PART_BYTES)
+            self.store.within_limits(self, PARTS_IN_FLIGHT * PART_BYTES)
             self.yielded += 1
             yield part
         if self.aborted:

@@ -78,7 +78,15 @@ def supervise(
             try:
                 report = report or warn
                 summary = run_attempts(
-                    folder, launch, lease, start, make_viewer, report, received, command_started, samples_in_step
+                    folder,
+                    launch,
+                    lease,
+                    start=start,
+                    make_viewer=make_viewer,
+                    report=report,
+                    received=received,
+                    command_started=command_started,
+                    samples_in_step=samples_in_step,
                 )
             except MeshwrightError:
                 on_give_up(folder.last_attempt())
@@ -120,6 +128,7 @@ def run_attempts(
     folder: RunFolder,
     launch: LaunchConfig,
     lease: Lease,
+    *,
     start: StartAttempt,
     make_viewer: Callable[[int], Viewer],
     report: Callable[[str], None],

@@ -70,7 +70,12 @@ def train_worker(settings: dict[str, Any]) -> None:
     arguments = "train", settings["run_file"], "--run", settings["run"], *settings["options"]
     variables = os.environ | {name: str(value) for name, value in environment.items()}
     process = start_python("meshwright", *arguments, env=variables, preexec_fn=lambda: exit_with_parent(parent))
-    if code := process.wait():
+    try:
+        code = process.wait()
+    except BaseException:  # Ray ends the worker's task, and the process may go on
+        process.kill()
+        raise
+    if code:
         code = code if code > 0 else 128 - code
         raise RuntimeError(
             f"rank {context.get_world_rank()} ended with exit code {code} ({MEANINGS.get(code, 'killed')})"

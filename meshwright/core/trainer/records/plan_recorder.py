@@ -60,7 +60,7 @@ class Predictor(Protocol):
 class NoPrediction:
     """What there is without a predictor."""
 
-    record: dict[str, Any] = field(default_factory=lambda: {"notes": ["no prediction: the planner is not installed"]})
+    record: dict[str, Any] = field(default_factory=lambda: {"notes": ["no prediction: no predictor is installed"]})
 
     def save_measurement(self, seconds: float, tensors: float | None) -> None:
         """There is no prediction to correct."""
