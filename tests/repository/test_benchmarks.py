@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import re
 from pathlib import Path
 
 import pytest
@@ -13,3 +14,10 @@ MODULES = sorted(path.stem for path in (Path(__file__).parents[2] / "benchmarks"
 @pytest.mark.parametrize("module", MODULES)
 def test_benchmarks_can_be_imported(module):
     importlib.import_module(f"benchmarks.{module}")
+
+
+def test_every_benchmark_that_has_a_name_is_run_by_it():
+    from benchmarks.__main__ import BENCHMARKS
+
+    suite = (Path(__file__).parents[2] / "benchmarks" / "suite.py").read_text()
+    assert sorted(re.findall(r'if "(\w+)" in args\.only:', suite)) == sorted(BENCHMARKS)

@@ -39,7 +39,7 @@ def check_stream(config: RunConfig, sources: list[Source] | None = None) -> Iter
     checked = CheckedStream.open(config, sources)
     claims = {claim: check for claim, check in CLAIMS.items() if sources is None or check not in NEEDS_FILES}
     for claim, check in claims.items():
-        unread = checked.unread if check is check_sources else ()
+        unread = checked.unread if check in NEEDS_FILES else ()
         try:
             yield Claim(claim, True, check(checked), not_proven=unread)
         except WrongStream as difference:

@@ -163,8 +163,8 @@ def test_transfers_over_a_slow_link_take_longer_than_the_limit_without_one(store
 
 def test_link_on_which_nothing_moves_is_an_error_with_the_bytes(proxy, url):
     limits = RequestLimits(retries=0, seconds=1.0, timeout=0.5, slowest_rate=1 << 20)
+    ObjectStore(url).replace("x", b"content")
     store = ObjectStore(url, limits)
-    store.replace("x", b"content")
     proxy.faults = [Fault("slow", "*", times=2, seconds=3.0)]
     with pytest.raises(OSError, match=f"cannot read {url}/x: nothing arrived for 0.5 s"):
         store.read("x", 0, 7)
