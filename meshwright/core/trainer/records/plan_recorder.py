@@ -30,7 +30,7 @@ PREDICTORS = "meshwright.predictors"
 """The group of the extensions that predict runs; the planner is one."""
 
 
-class Prediction(Protocol):
+class PredictionOfRun(Protocol):
     """The prediction of a run."""
 
     @property
@@ -53,7 +53,7 @@ class Predictor(Protocol):
         device: str,
         cluster: str | None,
         trace: Callable[[], TracedModel] | None,
-    ) -> Prediction: ...
+    ) -> PredictionOfRun: ...
 
 
 @dataclass(frozen=True)
@@ -81,7 +81,7 @@ class PlanRecorder:
         """the largest peak of live tensor bytes that was counted"""
         if self.is_recorder:
             trace = partial(trace_job, job) if job.custom is not None else None
-            self.prediction: Prediction = NoPrediction()
+            self.prediction: PredictionOfRun = NoPrediction()
             if job.predictor is not None:
                 self.prediction = job.predictor(job.config, job.attempt, device_name(world.device), job.cluster, trace)
             with suppress(OSError):
