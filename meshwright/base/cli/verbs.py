@@ -53,11 +53,11 @@ def find_verb(args: list[str]) -> str:
     if args[0] in DISTRIBUTIONS:
         raise ConfigError(f"{args[0]} is not installed", f"try pip install {DISTRIBUTIONS[args[0]]}")
     group = [verb for verb in verbs() if verb.startswith(f"{args[0]} ")]
+    if group:
+        raise ConfigError(f"unknown verb {' '.join(args[:2])!r}", f"expected one of {', '.join(group)}")
     close = difflib.get_close_matches(args[0], [verb.split()[0] for verb in verbs()], n=1)
-    suggestion = f"did you mean {close[0]}? " if close and not group else ""
-    raise ConfigError(
-        f"unknown verb {' '.join(args[:2])!r}", f"{suggestion}expected one of {', '.join(group or verbs())}"
-    )
+    hint = f"did you mean {close[0]}?" if close else f"expected one of {', '.join(verbs())}"
+    raise ConfigError(f"unknown verb {args[0]!r}", hint)
 
 
 def load_verb(name: str) -> Verb:
