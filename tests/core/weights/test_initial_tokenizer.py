@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -12,8 +13,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from meshwright import train
 from meshwright.base.cli import main
-from meshwright.base.config import DataConfig, RunConfig, SourceConfig, config_to_toml
-from meshwright.base.models.initial_model import load_run_config, with_initial_tokenizer
+from meshwright.base.config import DataConfig, RunConfig, SourceConfig, config_to_toml, placement
+from meshwright.base.models.initial_model import load_run_config, require_tokenized, with_initial_tokenizer
 from meshwright.base.records.events import read_events
 from meshwright.base.records.run_folder import RunFolder
 from meshwright.core.api.evaluation import evaluate, with_run_tokenizer
@@ -22,6 +23,7 @@ from meshwright.core.data.chat.template import encoding_notes, open_chat_encoder
 from meshwright.core.data.file_sources import open_sources
 from meshwright.core.generate.text import open_codec
 from meshwright.core.launch.job import make_job
+from meshwright.core.trainer.identity import check_run_folder, relative_to_run
 from meshwright.core.weights.huggingface_files import write_huggingface_files
 from meshwright.errors import ConfigError, DataError, IdentityError
 from tests.core.weights.weight_folders import MODEL, make_folder
@@ -213,3 +215,52 @@ def test_a_snapshot_of_the_hugging_face_cache_has_links_to_its_blobs(weights, tm
     data = DataConfig(kind="chat", path=str(tmp_path), sequence=8)
     config = with_initial_tokenizer(RunConfig(data=data, init_from=str(snapshot)))
     assert open_chat_encoder(config.data, None).template.source == TEMPLATE
+
+
+@pytest.mark.parametrize("section", ["data", "data.mixture[0]"])
+def test_init_from_names_the_tokenizer_of_every_source(section, weights, text, tmp_path):
+    source = SourceConfig(kind="text", path=text.path, tokenizer="init_from")
+    data = replace(text, tokenizer="init_from") if section == "data" else DataConfig(mixture=(source,), sequence=8)
+    run, path = RunFolder(tmp_path / "run"), weights / "tokenizer.json"
+    config = with_initial_tokenizer(RunConfig(model=MODEL, data=data, init_from=str(weights)))
+    assert [source.tokenizer for source in config.data.sources] == [str(path)]
+    run.root.mkdir()
+    run.run_file.write_text(config_to_toml(relative_to_run(run, config)))
+    assert run.run_file.read_text().count('tokenizer = "init_from"') == 1
+    assert load_run_config(run.root) == run_config(run.root)
+    assert [source.tokenizer for source in run_config(run.root).data.sources] == [str(path)]
+    with pytest.raises(ConfigError, match=rf"{re.escape(section)}.tokenizer = init_from, and init_from is empty"):
+        load_run_config(run.root, ["--init_from="])
+
+    path.rename(tmp_path / "secret")
+    path.symlink_to(tmp_path / "secret")
+    with pytest.raises(ConfigError, match=r"tokenizer.json is a symbolic link out of its folder"):
+        run_config(run.root)
+
+
+def test_a_source_of_bytes_in_a_mixture_is_refused_unless_it_says_so(weights, text, tmp_path):
+    words = SourceConfig(kind="text", path=text.path)
+    config = replace(small_config(ranks=1), model=MODEL, init_from=str(weights))
+    mixed = DataConfig(mixture=(words, SourceConfig()), sequence=8)
+    with pytest.raises(ConfigError, match=r"data.mixture\[1\].kind = stdlib trains on bytes"):
+        make_job(replace(config, data=mixed), RunFolder(tmp_path / "run"))
+    meant = replace(mixed, mixture=(words, SourceConfig(tokenizer="bytes")))
+    require_tokenized(with_initial_tokenizer(replace(config, data=meant)))
+    only = DataConfig(mixture=(replace(words, tokenizer="bytes"),), sequence=8)
+    assert with_initial_tokenizer(replace(config, data=only)).data == only
+    assert with_run_tokenizer(replace(config, data=only), RunConfig(data=text, init_from=str(weights))).data == only
+
+
+def test_a_run_that_began_on_bytes_goes_on_or_says_how(weights, text, tmp_path):
+    config = replace(small_config(ranks=1), model=MODEL, init_from=str(weights))
+    run = RunFolder(tmp_path / "run")
+    run.root.mkdir()
+    fingerprint = "source[0].fingerprint"
+    before = {"identity": {fingerprint: "a", "steps": 1}}
+    run.identity_file.write_text(json.dumps(before))
+    with pytest.raises(DataError, match=r"model.vocab = 12"):  # bytes are read
+        make_job(replace(config, data=DataConfig(sequence=8)), run)
+    config = with_initial_tokenizer(replace(config, data=text))
+    record = {"identity": {fingerprint: "b", "steps": 1}, "placement": placement(config), "code": None}
+    with pytest.raises(IdentityError, match=r"try --data.tokenizer=bytes if the run was trained on bytes, another"):
+        check_run_folder(run, record, fork=0, attempt=1, newest=0)
