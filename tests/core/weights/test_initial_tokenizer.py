@@ -21,6 +21,7 @@ from meshwright.core.api.evaluation import evaluate, with_run_tokenizer
 from meshwright.core.checkpoint.inspect import run_config
 from meshwright.core.data.chat.template import encoding_notes, open_chat_encoder
 from meshwright.core.data.file_sources import open_sources
+from meshwright.core.data.prepare.command import prepare_folder
 from meshwright.core.generate.text import open_codec
 from meshwright.core.launch.job import make_job
 from meshwright.core.trainer.identity import check_run_folder, relative_to_run
@@ -215,6 +216,70 @@ def test_a_snapshot_of_the_hugging_face_cache_has_links_to_its_blobs(weights, tm
     data = DataConfig(kind="chat", path=str(tmp_path), sequence=8)
     config = with_initial_tokenizer(RunConfig(data=data, init_from=str(snapshot)))
     assert open_chat_encoder(config.data, None).template.source == TEMPLATE
+
+
+def shards_of(tmp_path, tokenizer: Path, name: str) -> SourceConfig:
+    (tmp_path / "words.txt").write_text(TEXT)
+    prepare_folder(
+        [str(tmp_path / "words.txt")], tmp_path / name, str(tokenizer), "text", "text", "", "auto", 1, 1 << 20, 0
+    )
+    return SourceConfig(kind="shards", path=str(tmp_path / name))
+
+
+def test_shards_made_by_one_tokenizer_have_one_tokenizer(weights, text, tmp_path):
+    tokenizer = save_tokenizer(tmp_path / "named", WORDS[::-1])
+    sources = tuple(shards_of(tmp_path, tokenizer, name) for name in ("one", "two"))
+    config = RunConfig(data=DataConfig(mixture=sources), init_from=str(weights))
+    assert open_codec(config).encode("d a") == [0, 3]
+    assert with_run_tokenizer(RunConfig(data=text), config).data.tokenizer == str(tmp_path / "one" / "tokenizer.json")
+    (tmp_path / "out").mkdir()
+    write_huggingface_files(tmp_path / "out", MODEL, config, "float32")
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == tokenizer.read_bytes()
+
+    other = shards_of(tmp_path, weights / "tokenizer.json", "three")
+    with pytest.raises(DataError, match=r"several tokenizers; try --data.tokenizer=FILE"):
+        open_codec(RunConfig(data=DataConfig(mixture=(*sources, other))))
+
+
+@pytest.mark.parametrize("template", ["{% if %}", "a" * (129 << 10), None])
+def test_a_template_of_the_folder_that_cannot_be_used_does_not_stop_a_run_with_its_own(template, weights, tmp_path):
+    (weights / "chat_template.jinja").unlink(missing_ok=True)
+    if template is None:
+        (weights / "chat_template.jinja").symlink_to(save_tokenizer(tmp_path / "secret"))
+    else:
+        (weights / "chat_template.jinja").write_text(template)
+    (tmp_path / "own.jinja").write_text(TEMPLATE)
+    data = DataConfig(
+        kind="chat", path=str(tmp_path), chat_template=str(tmp_path / "own.jinja"), tokenizer="bytes", sequence=8
+    )
+    notes = encoding_notes(with_initial_tokenizer(RunConfig(data=data, init_from=str(weights))))
+    assert notes[-1] == f"chat template {tmp_path / 'own.jinja'}, and init_from = {weights} has another one"
+
+
+def test_a_linked_tokenizer_of_the_folder_is_no_obstacle_to_another_one(weights, text, tmp_path):
+    named = save_tokenizer(tmp_path / "named")
+    (weights / "tokenizer.json").unlink()
+    (weights / "tokenizer.json").symlink_to(named)
+    for tokenizer in (str(named), "bytes"):
+        config = with_initial_tokenizer(RunConfig(data=replace(text, tokenizer=tokenizer), init_from=str(weights)))
+        used = f"tokenizer {named}" if tokenizer != "bytes" else "bytes are tokens"
+        assert encoding_notes(config) == [f"{used}, and init_from = {weights} has another tokenizer"]
+        write_huggingface_files(tmp_path, MODEL, config, "float32")
+    for data in (text, replace(text, tokenizer="init_from")):
+        with pytest.raises(ConfigError, match=r"link out of its folder; try --data.tokenizer=FILE"):
+            with_initial_tokenizer(RunConfig(data=data, init_from=str(weights)))
+
+
+def test_added_tokens_that_the_data_does_not_have_may_be_beyond_the_model(weights, text):
+    file = weights / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(file))
+    tokenizer.add_special_tokens(["<pad>"])
+    tokenizer.save(str(file))
+    config = with_initial_tokenizer(RunConfig(data=text, init_from=str(weights)))
+    assert open_sources(config.data, len(WORDS), None)[0].ids.max() == len(WORDS) - 1
+    ended = replace(config.data, end_of_document="<pad>")
+    with pytest.raises(DataError, match=r"contains token id 5, but model.vocab = 5"):
+        open_sources(ended, len(WORDS), None)
 
 
 @pytest.mark.parametrize("section", ["data", "data.mixture[0]"])
