@@ -75,8 +75,8 @@ def load_config(
         key, separator, value = override.removeprefix("--").partition("=")
         if not separator:
             raise ConfigError(f"{override} has no value", f"expected {override}=VALUE")
-        given = data.get("kind") if isinstance(data := tree.get("data"), dict) else None
-        if key == "data.kind" and isinstance(given, CommandLineValue):
+        data = tree.get("data")
+        if key == "data.kind" and isinstance(data, dict) and isinstance(data.get("kind"), CommandLineValue):
             tree["data"] = without_replaced_source(data, value)
         set_key(tree, key, CommandLineValue(value))
     if isinstance(folder := tree.get("init_from"), str) and folder:

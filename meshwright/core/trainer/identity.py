@@ -133,7 +133,8 @@ def check_run_folder(
         keep = f"--precision.compute={compute} to keep the precision of the run, " if moved else ""
         found = record["identity"]
         other_data = any(values.get(key) != found[key] for key in found if SOURCE_CONTENT.fullmatch(key))
-        tokenizer, weights = (str(record["placement"].get(key, "")) for key in ("data.tokenizer", "init_from"))
+        placed = record.get("placement", {})
+        tokenizer, weights = (str(placed.get(key, "")) for key in ("data.tokenizer", "init_from"))
         if other_data and weights and tokenizer == str(Path(weights) / TOKENIZER_FILE):  # which may be a default
             keep += "--data.tokenizer=bytes if the run was trained on bytes, "
         raise IdentityError(
