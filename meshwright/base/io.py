@@ -82,11 +82,11 @@ def write_error(path: Path, error: OSError) -> ConfigError:
     )
 
 
-def file_inside(root: Path, name: str) -> Path:
+def file_inside(root: Path, name: str, hint: str = "expected a file of the folder") -> Path:
     """A file of a folder. A symbolic link that leads out of it (`is_inside`) raises ConfigError."""
     file = root / name
     if not is_inside(root, file):
-        raise ConfigError(f"{file} is a symbolic link out of its folder", "expected a file of the folder")
+        raise ConfigError(f"{file} is a symbolic link out of its folder", hint)
     return file
 
 

@@ -85,7 +85,7 @@ class DataConfig(SourceConfig):
     """The sample stream: one source, or a weighted mixture of several."""
 
     mixture: tuple[SourceConfig, ...] = ()
-    """sources of a mixture; if set, the keys of the single source are ignored, except tokenizer, chat_template and
+    """sources of a mixture; if set, the keys of the single source are refused, except tokenizer, chat_template and
     end_of_document, which apply to every source that does not set its own
     """
     sequence: Annotated[int, Range(minimum=2, maximum=1 << 24)] = 128
@@ -104,6 +104,18 @@ class DataConfig(SourceConfig):
     """
     prefetch: Annotated[int, Range(minimum=1, maximum=1024), PLACEMENT] = 4
     """micro-batches that the workers prepare ahead"""
+
+    @property
+    def lacks_tokenizer(self) -> bool:
+        """Whether there is text whose tokenizer no setting names."""
+        return not self.tokenizer and any(
+            source.kind in TOKENIZED_KINDS and not source.tokenizer for source in self.mixture or (self,)
+        )
+
+    def with_renamed_tokenizer(self, old: str, new: str) -> DataConfig:
+        """The same with the tokenizer `new` wherever a setting names `old`."""
+        mixture = tuple(replace(item, tokenizer=new) if item.tokenizer == old else item for item in self.mixture)
+        return replace(self, tokenizer=new if self.tokenizer == old else self.tokenizer, mixture=mixture)
 
     @property
     def sources(self) -> tuple[SourceConfig, ...]:

@@ -25,7 +25,7 @@ from meshwright.base.config.model import OptionTable
 from meshwright.base.config.parallelism import Degree
 from meshwright.base.config.presets import PRESETS
 from meshwright.base.config.run_config import RunConfig
-from meshwright.base.io import read_regular_file
+from meshwright.base.io import file_inside, read_regular_file
 from meshwright.errors import ConfigError
 
 MAX_TOML_BYTES = 256 << 10
@@ -68,20 +68,22 @@ def load_config(
     tree = read_toml(path) if path is not None else {}
     if path is not None and isinstance(folder := tree.get("init_from"), str) and folder:
         tree["init_from"] = os.path.join(path.parent, folder)
+    kinds = [text.partition("=")[2] for text in overrides if text.removeprefix("--").startswith("data.kind=")]
+    if kinds and isinstance(data := tree.get("data"), dict):
+        tree["data"] = without_replaced_source(data, kinds[0])
     for override in overrides:
         key, separator, value = override.removeprefix("--").partition("=")
         if not separator:
             raise ConfigError(f"{override} has no value", f"expected {override}=VALUE")
-        if key == "data.kind" and isinstance(data := tree.get("data"), dict):
+        data = tree.get("data")
+        if key == "data.kind" and isinstance(data, dict) and isinstance(data.get("kind"), CommandLineValue):
             tree["data"] = without_replaced_source(data, value)
         set_key(tree, key, CommandLineValue(value))
     if isinstance(folder := tree.get("init_from"), str) and folder:
         tree["init_from"] = os.path.abspath(folder)
-        if isinstance(data := tree.get("data"), dict) and data.get("tokenizer") == INIT_FROM:
-            tree["data"] = data | {"tokenizer": os.path.join(tree["init_from"], TOKENIZER_FILE)}
     if steps is not None:
         set_key(tree, "steps", CommandLineValue(steps))
-    config = config_from_dict(complete(tree))
+    config = with_named_tokenizer(config_from_dict(complete(tree)))
     if ranks is None:
         return config
     count = convert(Degree, CommandLineValue(ranks), "--ranks")
@@ -89,10 +91,28 @@ def load_config(
 
 
 def without_replaced_source(data: dict[str, Any], kind: str) -> dict[str, Any]:
-    """The section `data` without what another kind of source leaves unread: a kind given later replaces the source."""
+    """The section `data` without what another kind of source leaves unread: the first kind of the command line replaces
+    the source of the file, and a later one that of the kind before it.
+    """
     if data.get("kind", kind) == kind and not data.get("mixture"):
         return data
     return {key: value for key, value in data.items() if kind in SOURCE_KINDS.get(key, (kind,)) and key != "mixture"}
+
+
+def with_named_tokenizer(config: RunConfig) -> RunConfig:
+    """The config with the tokenizer.json of the folder of `init_from` for every source whose tokenizer is init_from."""
+    data, folder = config.data, Path(config.init_from)
+    sections = {"data": data} | {f"data.mixture[{index}]": source for index, source in enumerate(data.mixture)}
+    named = [section for section, source in sections.items() if source.tokenizer == INIT_FROM]
+    if not named:
+        return config
+    if not config.init_from:
+        raise ConfigError(
+            f"{named[0]}.tokenizer = init_from, and init_from is empty",
+            f"try --init-from FOLDER, or another {named[0]}.tokenizer",
+        )
+    file_inside(folder.resolve(), TOKENIZER_FILE, "try --data.tokenizer=FILE")
+    return dataclasses.replace(config, data=data.with_renamed_tokenizer(INIT_FROM, str(folder / TOKENIZER_FILE)))
 
 
 def config_from_dict(tree: Mapping[str, Any]) -> RunConfig:

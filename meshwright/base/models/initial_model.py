@@ -9,9 +9,8 @@ from pathlib import Path
 from typing import Any
 
 from meshwright.base.config import ModelConfig, RunConfig, load_config
-from meshwright.base.config.data import INIT_FROM, TOKENIZED_KINDS, TOKENIZER_FILE
-from meshwright.base.config.reader import build_dataclass, config_to_dict, format_value
-from meshwright.base.io import file_inside
+from meshwright.base.config.data import BYTES, INIT_FROM, TOKENIZER_FILE
+from meshwright.base.config.reader import build_dataclass, config_to_dict, format_value, with_named_tokenizer
 from meshwright.base.models.config_fields import ConfigFields, read_config_file
 from meshwright.base.models.registry import read_huggingface_section
 from meshwright.errors import ConfigError
@@ -55,23 +54,27 @@ def take_initial_model(config: RunConfig) -> RunConfig:
 
 def with_initial_tokenizer(config: RunConfig) -> RunConfig:
     """The config with the tokenizer of the folder of `init_from`, if it has one and its text names none."""
-    data, folder = config.data, Path(config.init_from)
-    has_text = any(source.kind in TOKENIZED_KINDS and not source.tokenizer for source in data.sources)
-    if not config.init_from or not (data.tokenizer == INIT_FROM or (has_text and not data.tokenizer)):
-        return config
-    if not data.tokenizer and not os.path.lexists(folder / TOKENIZER_FILE):
-        return config
-    file_inside(folder.resolve(), TOKENIZER_FILE)
-    return replace(config, data=replace(data, tokenizer=str(folder / TOKENIZER_FILE)))
+    if config.init_from and config.data.lacks_tokenizer and os.path.lexists(Path(config.init_from) / TOKENIZER_FILE):
+        config = replace(config, data=replace(config.data, tokenizer=INIT_FROM))
+    return with_named_tokenizer(config)
 
 
 def require_tokenized(config: RunConfig) -> None:
     """Raises a ConfigError if the default data, which is bytes, would train weights that come with a tokenizer."""
-    file = Path(config.init_from) / TOKENIZER_FILE
-    is_bytes = not config.rl.enabled and any(source.kind == "stdlib" for source in config.data.sources)
-    if config.init_from and is_bytes and not config.data.tokenizer and os.path.lexists(file):
+    data, file = config.data, Path(config.init_from) / TOKENIZER_FILE
+    if config.rl.enabled or not config.init_from or not os.path.lexists(file):
+        return
+    trained = f"trains on bytes, and init_from = {config.init_from} has a tokenizer"
+    for index, source in enumerate(data.mixture):
+        section = f"data.mixture[{index}]"
+        if source.kind == "stdlib" and (source.tokenizer or data.tokenizer) != BYTES:
+            raise ConfigError(
+                f"{section}.kind = stdlib {trained}",
+                f"try another source, or {section}.tokenizer = {BYTES} to train on bytes",
+            )
+    if not data.mixture and data.kind == "stdlib" and data.tokenizer != BYTES:
         raise ConfigError(
-            f"data.kind = stdlib trains on bytes, and init_from = {config.init_from} has a tokenizer",
+            f"data.kind = stdlib {trained}",
             "try --data.kind=text --data.path=FILE, or --data.tokenizer=bytes to train on bytes",
         )
 

@@ -133,11 +133,9 @@ def require_other_data(run: Path, config: RunConfig, names: Sequence[str], user:
 
 def with_run_tokenizer(config: RunConfig, recorded: RunConfig) -> RunConfig:
     """The config with the tokenizer of the run for text that names none: the model knows no other tokens."""
-    from meshwright.base.config.data import TOKENIZED_KINDS
     from meshwright.core.data.tokenization import find_run_tokenizer
 
-    has_text = any(source.kind in TOKENIZED_KINDS and not source.tokenizer for source in config.data.sources)
-    if not has_text or config.data.tokenizer:
+    if not config.data.lacks_tokenizer:
         return config
     if recorded.rl.has_task:
         raise ConfigError(

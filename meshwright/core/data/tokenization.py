@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import filecmp
+import os
 import platform
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
@@ -13,7 +14,7 @@ from typing import Any
 
 from meshwright.base.config import RunConfig, SourceConfig
 from meshwright.base.config.data import BYTES, TOKENIZED_KINDS, TOKENIZER_FILE
-from meshwright.base.io import file_inside, read_regular_file
+from meshwright.base.io import file_inside, is_inside, read_regular_file
 from meshwright.base.store.object_url import is_url
 from meshwright.core.data.shards import TokenShards
 from meshwright.core.data.source import content_digest
@@ -25,6 +26,7 @@ MAX_TOKENIZER_BYTES = 256 << 20
 
 END_OF_TEXT_TOKENS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<eos>", "<|eos|>", "[EOS]", "<EOS>", "[SEP]")
 """Names by which a tokenizer.json usually declares its end-of-text token, in order of preference."""
+NAME_TOKENIZER = "try --data.tokenizer=FILE, or --tokenizer FILE with sample"
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,8 @@ class Encoder:
     """A digest of the tokenizer's content."""
     vocab: int
     """The largest token id plus one."""
+    unadded_vocab: int
+    """The same without added tokens, which the data may not have."""
 
     def end(self, ids: Sequence[int]) -> list[int]:
         """The token that is missing at the end of a document: a post-processor may have added it already."""
@@ -50,14 +54,14 @@ class Encoder:
 def open_encoder(source: SourceConfig, separator: int | None) -> Encoder:
     """The byte-level encoder, or the one of a tokenizer.json."""
     if not source.tokenizer:
-        return Encoder(lambda texts, _: [text.encode() for text in texts], end_of_bytes(source), "bytes", 256)
+        return Encoder(lambda texts, _: [text.encode() for text in texts], end_of_bytes(source), "bytes", 256, 256)
     tokenizer, digest = load_tokenizer(source.tokenizer)
 
     def encode(texts: list[str], special: bool) -> Iterable[Sequence[int]]:
         return (encoding.ids for encoding in tokenizer.encode_batch_fast(texts, add_special_tokens=special))
 
-    vocab = max(tokenizer.get_vocab(with_added_tokens=True).values(), default=0) + 1
-    return Encoder(encode, find_end_of_document(source, tokenizer, separator), digest, vocab)
+    vocab, unadded = (max(tokenizer.get_vocab(added).values(), default=0) + 1 for added in (True, False))
+    return Encoder(encode, find_end_of_document(source, tokenizer, separator), digest, vocab, unadded)
 
 
 @cache
@@ -109,13 +113,15 @@ def find_run_tokenizer(config: RunConfig, folder: Path | None = None, tokenizer:
     """
     if tokenizer:
         return str(find_tokenizer(tokenizer))
-    found = {tokenizer_of(source) for source in config.data.sources} - {None} if folder is None else set()
+    paths = dict.fromkeys(map(tokenizer_of, config.data.sources)) if folder is None else {}
+    # shards have a copy of their tokenizer; of those that are equal, the first one counts
+    found = {tokenizer_content(path): path for path in reversed(paths) if path is not None}
     if len(found) > 1:
-        raise DataError("the sources of data.mixture have several tokenizers", "expected --tokenizer FILE")
+        raise DataError("the sources of data.mixture have several tokenizers", NAME_TOKENIZER)
     if found or config.data.tokenizer == BYTES:
-        return next((path for path in found if path != BYTES), None)
+        return next((path for path in found.values() if path != BYTES), None)
     weights = folder or (Path(config.init_from) if config.init_from else None)
-    file = file_inside(weights.resolve(), TOKENIZER_FILE) if weights is not None else None
+    file = file_inside(weights.resolve(), TOKENIZER_FILE, NAME_TOKENIZER) if weights is not None else None
     return str(file) if file is not None and file.is_file() else None
 
 
@@ -131,20 +137,28 @@ def tokenizer_of(source: SourceConfig) -> str | None:
     if shards.index.tokenizer == BYTES:
         return BYTES
     if is_url(source.path):
-        raise ConfigError(
-            f"{source.path} is in an object store", "expected the file of its tokenizer, with --tokenizer"
-        )
+        raise ConfigError(f"{source.path} is in an object store, and its tokenizer with it", NAME_TOKENIZER)
     return str(shards.folder / TOKENIZER_FILE)
+
+
+def tokenizer_content(path: str) -> str:
+    """What tells a tokenizer.json from others: a digest of its content, or its path if it is gone."""
+    if not Path(path).is_file():
+        return path
+    return content_digest(read_regular_file(Path(path), MAX_TOKENIZER_BYTES, path, "a tokenizer.json file"))
 
 
 def has_tokenizer(folder: Path, tokenizer: str | None) -> bool:
     """Whether the tokenizer.json of a folder of weights has the content of `tokenizer` (None: bytes). A folder without
-    one has token ids that nothing contradicts.
+    one has token ids that nothing contradicts; one whose file is a link out of it has another tokenizer.
     """
-    own = file_inside(folder.resolve(), TOKENIZER_FILE)
-    if not own.is_file():
+    own = folder / TOKENIZER_FILE
+    if not os.path.lexists(own):
         return True
-    return tokenizer is not None and Path(tokenizer).is_file() and filecmp.cmp(own, tokenizer, shallow=False)
+    try:
+        return tokenizer is not None and is_inside(folder, own) and filecmp.cmp(own, tokenizer, shallow=False)
+    except (OSError, RuntimeError):  # one of them is gone, or cannot be read, or is a link to itself
+        return False
 
 
 def load_tokenizer(path: str) -> tuple[Any, str]:

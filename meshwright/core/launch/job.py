@@ -90,7 +90,8 @@ def make_job(
     require_compiler(config)
     if user.source is None:
         require_data_settings(config, folder.has_run)
-        require_tokenized(config)
+        if not folder.has_run:
+            require_tokenized(config)
     reward = open_reward(config, user)
     # The config may come from another run; the identity of the run folder says which code is that of this run.
     if config.rl.enabled:

@@ -131,6 +131,12 @@ def check_run_folder(
         compute = values.get("precision.compute")  # the default depends on the device
         moved = compute in tuple(COMPUTE_BYTES) and compute != record["identity"].get("precision.compute")
         keep = f"--precision.compute={compute} to keep the precision of the run, " if moved else ""
+        found = record["identity"]
+        other_data = any(values.get(key) != found[key] for key in found if SOURCE_CONTENT.fullmatch(key))
+        placed = record.get("placement", {})
+        tokenizer, weights = (str(placed.get(key, "")) for key in ("data.tokenizer", "init_from"))
+        if other_data and weights and tokenizer == str(Path(weights) / TOKENIZER_FILE):  # which may be a default
+            keep += "--data.tokenizer=bytes if the run was trained on bytes, "
         raise IdentityError(
             f"run folder {folder.root} belongs to another run: {differences}",
             f"try {extend}{keep}another --run DIR, --fresh to set the old run aside, or --fork to continue from it",
@@ -276,8 +282,7 @@ def relative_to_run(folder: RunFolder, config: RunConfig) -> RunConfig:
     if not config.init_from:
         return config
     path, data = Path(config.init_from).resolve(), config.data
-    if data.tokenizer == str(Path(config.init_from) / TOKENIZER_FILE):
-        data = replace(data, tokenizer=INIT_FROM)
+    data = data.with_renamed_tokenizer(str(Path(config.init_from) / TOKENIZER_FILE), INIT_FROM)
     return replace(
         config, data=data, init_from=str(path.relative_to(folder.root) if path.is_relative_to(folder.root) else path)
     )

@@ -9,7 +9,7 @@ from typing import Annotated, get_args, get_origin, get_type_hints
 
 import pytest
 
-from meshwright.base.config import PRESETS, RunConfig, config_from_dict, config_to_toml, load_config
+from meshwright.base.config import PRESETS, DataConfig, RunConfig, config_from_dict, config_to_toml, load_config
 from meshwright.base.config.constraints import Range
 from meshwright.base.config.reader import read_toml
 from meshwright.errors import ConfigError
@@ -95,6 +95,16 @@ def test_overrides_take_precedence_over_the_run_file_and_the_run_file_over_the_p
     config = load_config(file, ["--model.layers=5"], ranks="4", steps="7")
     assert (config.model.layers, config.model.ffn, config.model.width) == (5, 100, 256)
     assert (config.layout.replicate, config.steps) == (4, 7)
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_another_kind_of_data_replaces_the_source_of_the_file_and_no_other_setting(tmp_path, order):
+    file = tmp_path / "run.toml"
+    file.write_text('[data]\nkind = "text"\npath = "old.txt"\ntokenizer = "old.json"\nsequence = 16\n')
+    config = load_config(file, ["--data.tokenizer=bytes", "--data.kind=stdlib"][::order])
+    assert config.data == DataConfig(tokenizer="bytes", sequence=16)
+    config = load_config(file, ["--data.mixture=[{kind='stdlib'}]", "--data.kind=jsonl", "--data.path=new"][::order])
+    assert (config.data.kind, config.data.path, len(config.data.mixture)) == ("jsonl", "new", 1)
 
 
 def test_zero_stages_are_aliases_of_layout_shard():

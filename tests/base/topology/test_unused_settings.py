@@ -106,7 +106,7 @@ MIXTURE = """--data.mixture=[{kind = "text", path = "a"}]"""
             [MIXTURE, "--data.path=b"],
             "data.path = b has no effect: data.mixture names the sources; try without data.path",
         ),
-        ([MIXTURE, "--data.kind=synthetic"], None),
+        ([MIXTURE, "--data.kind=synthetic"], "data.kind = synthetic has no effect: data.mixture names the sources"),
         (["--data.weight=2"], "data.weight = 2.0 has no effect: it is that of a source in data.mixture"),
         (
             [MIXTURE.replace("}", ", samples = 3}")],

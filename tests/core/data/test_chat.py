@@ -15,7 +15,7 @@ from meshwright.base.models.registry import validate_family
 from meshwright.base.user_code.user_code import UserCode
 from meshwright.core.data.chat import sandbox
 from meshwright.core.data.chat.packing import count_answers, pack
-from meshwright.core.data.chat.rendering import DEFAULT_TEMPLATE, ChatTemplate
+from meshwright.core.data.chat.rendering import DEFAULT_TEMPLATE, ChatTemplate, RefusedTemplate
 from meshwright.core.data.chat.template import encode_chat, mask_tokens, open_chat_encoder, tokenize_bytes
 from meshwright.core.data.file_sources import open_sources
 from meshwright.core.data.loader import MicroBatchDataset
@@ -386,3 +386,10 @@ def test_learned_positions_refuse_shards_that_are_packed(tmp_path):
     with pytest.raises(ConfigError, match="learned positions"):
         open_user_code(load_config(overrides=options), UserCode())
     open_user_code(load_config(overrides=[*options, "--data.packing=false"]), UserCode())
+
+
+@pytest.mark.parametrize("template", ["{{ 'a' * 3 }}", "{{ range }}"])
+def test_what_a_template_must_not_use_is_no_matter_of_the_chat(template):
+    with pytest.raises(RefusedTemplate, match=r"not available|is no value") as refused:
+        answers({"messages": CHAT}, ChatTemplate(template))
+    assert refused.value.hint == "try another data.chat_template"

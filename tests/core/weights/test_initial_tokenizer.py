@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -12,16 +13,18 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 
 from meshwright import train
 from meshwright.base.cli import main
-from meshwright.base.config import DataConfig, RunConfig, SourceConfig, config_to_toml
-from meshwright.base.models.initial_model import load_run_config, with_initial_tokenizer
+from meshwright.base.config import DataConfig, RunConfig, SourceConfig, config_to_toml, placement
+from meshwright.base.models.initial_model import load_run_config, require_tokenized, with_initial_tokenizer
 from meshwright.base.records.events import read_events
 from meshwright.base.records.run_folder import RunFolder
 from meshwright.core.api.evaluation import evaluate, with_run_tokenizer
 from meshwright.core.checkpoint.inspect import run_config
 from meshwright.core.data.chat.template import encoding_notes, open_chat_encoder
 from meshwright.core.data.file_sources import open_sources
+from meshwright.core.data.prepare.command import prepare_folder
 from meshwright.core.generate.text import open_codec
 from meshwright.core.launch.job import make_job
+from meshwright.core.trainer.identity import check_run_folder, relative_to_run
 from meshwright.core.weights.huggingface_files import write_huggingface_files
 from meshwright.errors import ConfigError, DataError, IdentityError
 from tests.core.weights.weight_folders import MODEL, make_folder
@@ -213,3 +216,116 @@ def test_a_snapshot_of_the_hugging_face_cache_has_links_to_its_blobs(weights, tm
     data = DataConfig(kind="chat", path=str(tmp_path), sequence=8)
     config = with_initial_tokenizer(RunConfig(data=data, init_from=str(snapshot)))
     assert open_chat_encoder(config.data, None).template.source == TEMPLATE
+
+
+def shards_of(tmp_path, tokenizer: Path, name: str) -> SourceConfig:
+    (tmp_path / "words.txt").write_text(TEXT)
+    prepare_folder(
+        [str(tmp_path / "words.txt")], tmp_path / name, str(tokenizer), "text", "text", "", "auto", 1, 1 << 20, 0
+    )
+    return SourceConfig(kind="shards", path=str(tmp_path / name))
+
+
+def test_shards_made_by_one_tokenizer_have_one_tokenizer(weights, text, tmp_path):
+    tokenizer = save_tokenizer(tmp_path / "named", WORDS[::-1])
+    sources = tuple(shards_of(tmp_path, tokenizer, name) for name in ("one", "two"))
+    config = RunConfig(data=DataConfig(mixture=sources), init_from=str(weights))
+    assert open_codec(config).encode("d a") == [0, 3]
+    assert with_run_tokenizer(RunConfig(data=text), config).data.tokenizer == str(tmp_path / "one" / "tokenizer.json")
+    (tmp_path / "out").mkdir()
+    write_huggingface_files(tmp_path / "out", MODEL, config, "float32")
+    assert (tmp_path / "out" / "tokenizer.json").read_bytes() == tokenizer.read_bytes()
+
+    other = shards_of(tmp_path, weights / "tokenizer.json", "three")
+    with pytest.raises(DataError, match=r"several tokenizers; try --data.tokenizer=FILE"):
+        open_codec(RunConfig(data=DataConfig(mixture=(*sources, other))))
+
+
+@pytest.mark.parametrize("template", ["{% if %}", "a" * (129 << 10), None])
+def test_a_template_of_the_folder_that_cannot_be_used_does_not_stop_a_run_with_its_own(template, weights, tmp_path):
+    (weights / "chat_template.jinja").unlink(missing_ok=True)
+    if template is None:
+        (weights / "chat_template.jinja").symlink_to(save_tokenizer(tmp_path / "secret"))
+    else:
+        (weights / "chat_template.jinja").write_text(template)
+    (tmp_path / "own.jinja").write_text(TEMPLATE)
+    data = DataConfig(
+        kind="chat", path=str(tmp_path), chat_template=str(tmp_path / "own.jinja"), tokenizer="bytes", sequence=8
+    )
+    notes = encoding_notes(with_initial_tokenizer(RunConfig(data=data, init_from=str(weights))))
+    assert notes[-1] == f"chat template {tmp_path / 'own.jinja'}, and init_from = {weights} has another one"
+
+
+def test_a_linked_tokenizer_of_the_folder_is_no_obstacle_to_another_one(weights, text, tmp_path):
+    named = save_tokenizer(tmp_path / "named")
+    (weights / "tokenizer.json").unlink()
+    (weights / "tokenizer.json").symlink_to(named)
+    for tokenizer in (str(named), "bytes"):
+        config = with_initial_tokenizer(RunConfig(data=replace(text, tokenizer=tokenizer), init_from=str(weights)))
+        used = f"tokenizer {named}" if tokenizer != "bytes" else "bytes are tokens"
+        assert encoding_notes(config) == [f"{used}, and init_from = {weights} has another tokenizer"]
+        write_huggingface_files(tmp_path, MODEL, config, "float32")
+    for data in (text, replace(text, tokenizer="init_from")):
+        with pytest.raises(ConfigError, match=r"link out of its folder; try --data.tokenizer=FILE"):
+            with_initial_tokenizer(RunConfig(data=data, init_from=str(weights)))
+
+
+def test_added_tokens_that_the_data_does_not_have_may_be_beyond_the_model(weights, text):
+    file = weights / "tokenizer.json"
+    tokenizer = Tokenizer.from_file(str(file))
+    tokenizer.add_special_tokens(["<pad>"])
+    tokenizer.save(str(file))
+    config = with_initial_tokenizer(RunConfig(data=text, init_from=str(weights)))
+    assert open_sources(config.data, len(WORDS), None)[0].ids.max() == len(WORDS) - 1
+    ended = replace(config.data, end_of_document="<pad>")
+    with pytest.raises(DataError, match=r"contains token id 5, but model.vocab = 5"):
+        open_sources(ended, len(WORDS), None)
+
+
+@pytest.mark.parametrize("section", ["data", "data.mixture[0]"])
+def test_init_from_names_the_tokenizer_of_every_source(section, weights, text, tmp_path):
+    source = SourceConfig(kind="text", path=text.path, tokenizer="init_from")
+    data = replace(text, tokenizer="init_from") if section == "data" else DataConfig(mixture=(source,), sequence=8)
+    run, path = RunFolder(tmp_path / "run"), weights / "tokenizer.json"
+    config = with_initial_tokenizer(RunConfig(model=MODEL, data=data, init_from=str(weights)))
+    assert [source.tokenizer for source in config.data.sources] == [str(path)]
+    run.root.mkdir()
+    run.run_file.write_text(config_to_toml(relative_to_run(run, config)))
+    assert run.run_file.read_text().count('tokenizer = "init_from"') == 1
+    assert load_run_config(run.root) == run_config(run.root)
+    assert [source.tokenizer for source in run_config(run.root).data.sources] == [str(path)]
+    with pytest.raises(ConfigError, match=rf"{re.escape(section)}.tokenizer = init_from, and init_from is empty"):
+        load_run_config(run.root, ["--init_from="])
+
+    path.rename(tmp_path / "secret")
+    path.symlink_to(tmp_path / "secret")
+    with pytest.raises(ConfigError, match=r"tokenizer.json is a symbolic link out of its folder"):
+        run_config(run.root)
+
+
+def test_a_source_of_bytes_in_a_mixture_is_refused_unless_it_says_so(weights, text, tmp_path):
+    words = SourceConfig(kind="text", path=text.path)
+    config = replace(small_config(ranks=1), model=MODEL, init_from=str(weights))
+    mixed = DataConfig(mixture=(words, SourceConfig()), sequence=8)
+    with pytest.raises(ConfigError, match=r"data.mixture\[1\].kind = stdlib trains on bytes"):
+        make_job(replace(config, data=mixed), RunFolder(tmp_path / "run"))
+    meant = replace(mixed, mixture=(words, SourceConfig(tokenizer="bytes")))
+    require_tokenized(with_initial_tokenizer(replace(config, data=meant)))
+    only = DataConfig(mixture=(replace(words, tokenizer="bytes"),), sequence=8)
+    assert with_initial_tokenizer(replace(config, data=only)).data == only
+    assert with_run_tokenizer(replace(config, data=only), RunConfig(data=text, init_from=str(weights))).data == only
+
+
+def test_a_run_that_began_on_bytes_goes_on_or_says_how(weights, text, tmp_path):
+    config = replace(small_config(ranks=1), model=MODEL, init_from=str(weights))
+    run = RunFolder(tmp_path / "run")
+    run.root.mkdir()
+    fingerprint = "source[0].fingerprint"
+    before = {"identity": {fingerprint: "a", "steps": 1}}
+    run.identity_file.write_text(json.dumps(before))
+    with pytest.raises(DataError, match=r"model.vocab = 12"):  # bytes are read
+        make_job(replace(config, data=DataConfig(sequence=8)), run)
+    config = with_initial_tokenizer(replace(config, data=text))
+    record = {"identity": {fingerprint: "b", "steps": 1}, "placement": placement(config), "code": None}
+    with pytest.raises(IdentityError, match=r"try --data.tokenizer=bytes if the run was trained on bytes, another"):
+        check_run_folder(run, record, fork=0, attempt=1, newest=0)

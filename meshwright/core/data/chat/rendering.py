@@ -16,7 +16,7 @@ from jinja2.ext import Extension
 from jinja2.parser import Parser
 from jinja2.runtime import Macro
 
-from meshwright.core.data.chat.sandbox import BoundedSandbox, LimitExceeded, bounded
+from meshwright.core.data.chat.sandbox import OTHER_TEMPLATE, BoundedSandbox, LimitExceeded, bounded
 
 MAX_TEMPLATE_BYTES = 128 << 10
 """Size limit of a template: Python takes up to 4 KiB for a byte of it while it is compiled."""
@@ -114,7 +114,7 @@ class ChatTemplate:
                 self.blocks.length += len(part)
                 bounded(self.blocks.length)
         except (LimitExceeded, SecurityError) as error:
-            hint = error.hint if isinstance(error, LimitExceeded) else "try another data.chat_template"
+            hint = error.hint if isinstance(error, LimitExceeded) else OTHER_TEMPLATE
             raise RefusedTemplate(f"{str(error).rstrip('.')} (chat template {self.name})", hint) from None
         except Exception as error:  # noqa: BLE001  a template may raise anything
             raise ValueError(f"the template fails: {type(error).__name__}: {str(error)[:200]}") from None

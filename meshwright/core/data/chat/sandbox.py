@@ -72,6 +72,9 @@ GLOBALS = names("dict namespace range")
 LINE_ENDS = "\n\r\v\f\x1c\x1d\x1e\x85\u2028\u2029"
 
 
+OTHER_TEMPLATE = "try another data.chat_template"
+
+
 class LimitExceeded(TemplateError):
     """The template has reached a limit; `hint` says what to do."""
 
@@ -228,7 +231,7 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
             elif isinstance(item, Namespace):
                 pending.extend(item._Namespace__attrs.values())
             elif callable(item) and not isinstance(item, Undefined):
-                raise LimitExceeded("a function is no value in a template")
+                raise LimitExceeded("a function is no value in a template", OTHER_TEMPLATE)
         return total
 
     def read_items(self, value: Any) -> list[Any]:
@@ -328,7 +331,9 @@ class BoundedSandbox(ImmutableSandboxedEnvironment):
     def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
         numbers = isinstance(left, int | float) and isinstance(right, int | float)
         if operator == "**" or (operator != "+" and not numbers):
-            raise LimitExceeded(f"the operator {operator} is not available for {type(left).__name__} in a template")
+            raise LimitExceeded(
+                f"the operator {operator} is not available for {type(left).__name__} in a template", OTHER_TEMPLATE
+            )
         if isinstance(left, str | list | tuple) and isinstance(right, str | list | tuple):
             bounded(len(left) + len(right))
         return self.made(super().call_binop(context, operator, left, right))

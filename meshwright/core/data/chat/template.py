@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -12,6 +14,7 @@ from meshwright.base.config import RunConfig, SourceConfig
 from meshwright.base.config.data import TOKENIZED_KINDS, TOKENIZER_FILE
 from meshwright.base.io import file_inside, read_json, read_regular_file
 from meshwright.core.data.chat.rendering import DEFAULT_TEMPLATE, MAX_TEMPLATE_BYTES, ChatTemplate, Span
+from meshwright.core.data.chat.sandbox import OTHER_TEMPLATE
 from meshwright.core.data.source import content_digest
 from meshwright.core.data.tokenization import end_of_bytes, find_end_of_document, has_tokenizer, load_tokenizer
 from meshwright.errors import ConfigError, DataError
@@ -20,6 +23,8 @@ Tokenize = Callable[[str, bool], tuple[list[int], list[Span]]]
 """(text, whether to add the special tokens of the post-processor) -> token ids, and the characters of each token."""
 MAX_MESSAGES = 1 << 12
 SETTINGS_FILE = "tokenizer_config.json"
+UNREADABLE = (ConfigError, DataError, OSError, RuntimeError, ValueError)
+"""What is raised for a template that cannot be read."""
 SPECIAL_TOKENS = ("bos_token", "eos_token", "unk_token", "pad_token")
 
 
@@ -131,18 +136,25 @@ def open_template(source: SourceConfig) -> ChatTemplate:
     """The template of `data.chat_template`, else the one beside the tokenizer (chat_template.jinja, or chat_template of
     tokenizer_config.json), else the built-in one.
     """
-    file, beside = find_template(source), Path(source.tokenizer).parent / SETTINGS_FILE
-    settings = read_tokenizer_config(beside) if source.tokenizer else {}
+    file = find_template(source)
+    settings = read_tokenizer_config(Path(source.tokenizer).parent / SETTINGS_FILE) if source.tokenizer else {}
     special = {name: text for name in SPECIAL_TOKENS if (text := special_token(settings.get(name)))}
     try:
-        if file is not None and file != beside:
-            raw = read_regular_file(file, MAX_TEMPLATE_BYTES, f"chat template {file}", "a template in Jinja")
-            return ChatTemplate(raw.decode(), special, str(file))
-        named = named_template(settings.get("chat_template"))
-        return ChatTemplate(named, special, str(beside)) if named else ChatTemplate(DEFAULT_TEMPLATE, special)
+        text = read_template(source)
+        return ChatTemplate(text, special) if file is None else ChatTemplate(text, special, str(file))
     except (ValueError, ConfigError) as error:
         reason = error.message if isinstance(error, ConfigError) else error
-        raise ConfigError(f"chat template {file} cannot be used: {reason}", "try another data.chat_template") from None
+        raise ConfigError(f"chat template {file} cannot be used: {reason}", OTHER_TEMPLATE) from None
+
+
+def read_template(source: SourceConfig) -> str:
+    """The text of the template that `find_template` finds, which may be no template."""
+    file, beside = find_template(source), Path(source.tokenizer).parent / SETTINGS_FILE
+    if file is None:
+        return DEFAULT_TEMPLATE
+    if source.tokenizer and file == beside:
+        return named_template(read_tokenizer_config(beside).get("chat_template"))
+    return read_regular_file(file, MAX_TEMPLATE_BYTES, f"chat template {file}", "a template in Jinja").decode()
 
 
 def find_template(source: SourceConfig) -> Path | None:
@@ -188,13 +200,22 @@ def encoding_notes(config: RunConfig) -> list[str]:
             continue
         same = folder is None or has_tokenizer(folder, source.tokenizer or None)
         used = f"tokenizer {source.tokenizer}" if source.tokenizer else "bytes are tokens"
-        if folder is not None and not (folder / TOKENIZER_FILE).is_file():
+        if folder is not None and not os.path.isfile(folder / TOKENIZER_FILE):
             notes.append(f"{used}: {given} has no {TOKENIZER_FILE}")
         elif source.tokenizer or not same:
             notes.append(used + ("" if same else f", and {given} has another tokenizer"))
         if source.kind == "chat":
-            own = replace(source, tokenizer=str(folder / TOKENIZER_FILE), chat_template="") if folder else source
-            differs = find_template(own) is not None and open_template(own).source != open_template(source).source
-            template = f"chat template {find_template(source) or 'ChatML, which is built in'}"
-            notes.append(template + (f", and {given} has another one" if differs else ""))
+            with suppress(*UNREADABLE):  # an error of this template is raised where it is opened
+                template = f"chat template {find_template(source) or 'ChatML, which is built in'}"
+                differs = folder is not None and has_another_template(folder, source)
+                notes.append(template + (f", and {given} has another one" if differs else ""))
     return list(dict.fromkeys(notes))
+
+
+def has_another_template(folder: Path, source: SourceConfig) -> bool:
+    """Whether a folder has a template other than that of a source, be it one that cannot be used."""
+    own = replace(source, tokenizer=str(folder / TOKENIZER_FILE), chat_template="")
+    try:
+        return find_template(own) is not None and read_template(own) != read_template(source)
+    except UNREADABLE:
+        return True

@@ -48,7 +48,7 @@ def prepare_cached(
     """
     inputs = [InputFile(file, "text" if source.kind == "text" else "jsonl", compression(file)) for file in files]
     preparation = Preparation.of(inputs, source, separator, "uint32", MAX_SHARD_TOKENS)
-    largest = preparation.encoder.vocab - 1
+    largest = preparation.encoder.unadded_vocab - 1  # whether there are larger ids is known when the files are read
     if source.tokenizer and largest >= vocab:
         raise DataError(
             f"tokenizer {source.tokenizer} has token ids up to {largest}, but model.vocab = {vocab}",
