@@ -74,13 +74,14 @@ def run_decoder(folder, heads_first, **sections):
     return run_custom(folder, config, model=Decoder(heads_first), loss=token_loss, source=Tokens(), parallel_spec=spec)
 
 
-def test_plan_that_cuts_a_fused_projection_into_wrong_parts_is_refused(tmp_path):
+@pytest.mark.parametrize("compute", ["fp32", "bf16", "fp16"])
+def test_plan_that_cuts_a_fused_projection_into_wrong_parts_is_refused(tmp_path, compute):
     expected = (
         r"the first samples have the loss [\d.]+ and a gradient of layers\.\d\.\w+\.\w+ of norm [\d.]+ in one plain "
         r"process, and [\d.]+ and [\d.]+ on the layout tensor 2: look at layers.*.qkv, layers.*.out in "
     )
     with pytest.raises(ConfigError, match=expected) as failed:
-        run_decoder(tmp_path / "run", heads_first=False)
+        run_decoder(tmp_path / "run", heads_first=False, precision=PrecisionConfig(compute=compute))
     assert "\n" not in str(failed.value)
     assert not RunFolder(tmp_path / "run").identity_file.exists()
 
