@@ -44,7 +44,7 @@ def compare_with_plain_pass(job: Job, step: Step) -> None:
         return
     loss, gradients = run_parallel_pass(job, step, plain)
     calls = step.parallel_model.pop_block_calls()
-    compute = "bf16" if job.config.ddp.comm_hook != "none" else job.config.precision.compute
+    compute: str = "bf16" if job.config.ddp.comm_hook != "none" else job.config.precision.compute
     if compute == "fp32" and job.config.precision.tf32 and step.world.device.type == "cuda":
         compute = "tf32"
     tolerance, more, names = TOLERANCES[compute], ROUNDING[compute], list(plain.gradients)
