@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import io
 import json
 
@@ -55,3 +56,12 @@ def test_lines_are_shown_whole_without_what_they_overwrite_and_up_to_a_length():
     assert lines == ["loss 1 of 2", "30%", "x" * MAX_LINE]
     assert stream.getvalue().endswith("x\nnot ended")
     assert not output.isatty()
+
+
+def test_lines_that_are_written_at_once_are_shown_and_a_copy_writes_to_the_same_stream():
+    stream, lines = io.StringIO(), []
+    output = ShownOutput(stream, lines.append)
+    output.writelines(line for line in ("one\n", "two\n"))
+    assert lines == ["one", "two"]
+    assert stream.getvalue() == "one\ntwo\n"
+    assert vars(copy.copy(output)) == vars(output)

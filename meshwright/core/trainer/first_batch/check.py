@@ -12,6 +12,7 @@ import torch
 
 from meshwright.base.config import RunConfig, derive_batch
 from meshwright.base.topology.layout import Layout
+from meshwright.base.user_code.entry_points import describe_user_error
 from meshwright.core.data.batch_structure import CountRule
 from meshwright.core.data.source import Source
 from meshwright.core.trainer.custom_model import CustomModel
@@ -22,7 +23,6 @@ from meshwright.core.trainer.first_batch.gradient_sketch import PlainPass
 from meshwright.core.trainer.first_batch.model_notes import gradient_notes, model_notes, short_list, unused_parameters
 from meshwright.core.trainer.first_batch.plain_pass import (
     affordable_rows,
-    describe,
     first_rows,
     make_plain_pass,
     why_incomparable,
@@ -30,7 +30,7 @@ from meshwright.core.trainer.first_batch.plain_pass import (
 from meshwright.core.trainer.first_batch.trained_tensors import check_hooks, check_registered
 from meshwright.core.trainer.forward_arguments import describe_dropped, dropped_entries
 from meshwright.core.trainer.objective import Objective, Reduction
-from meshwright.errors import ConfigError, MeshwrightError, describe_exception, user_location
+from meshwright.errors import ConfigError, MeshwrightError
 
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-3}
 """Largest relative difference of a loss and the sum over its parts, by the dtype of the copy. A model may compute in
@@ -137,7 +137,7 @@ def plain_pass_of_ranks(custom: CustomModel, flat: Flat, objective: Objective, c
     try:
         return make_plain_pass(custom, rows, objective.dtype, config.precision)
     except Exception as error:  # noqa: BLE001  what fails on some rows only, or in the precision of the run
-        return describe(error)
+        return describe_user_error(error)
 
 
 def leave_unchecked(custom: CustomModel, flat: Flat, reason: str) -> FirstBatch:
@@ -189,10 +189,8 @@ def build_copy(custom: CustomModel, flat: Flat) -> tuple[Objective, float]:
     if reached:
         compare_with_given(custom, flat, torch.float32)
     if reached and not custom.batch.is_tuple and isinstance(failure, TypeError | AttributeError):
-        where = user_location(failure)
         raise ConfigError(
-            f"the loss raised {type(failure).__name__}: {' '.join(describe_exception(failure).split())}"
-            + (f" ({where})" if where else ""),
+            f"the loss raised {describe_user_error(failure)}",
             "expected loss(outputs, batch) for samples with names, where batch has the entries "
             f"{', '.join(custom.batch.names)}",
         ) from failure

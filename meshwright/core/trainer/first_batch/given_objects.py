@@ -13,13 +13,14 @@ from typing import Any
 
 import torch
 
+from meshwright.base.user_code.entry_points import describe_user_error
 from meshwright.core.parallel.data_parallel.replica_check import parameter_checksum
 from meshwright.core.parallel.materialize import named_tensors
 from meshwright.core.parallel.parallel_model import unchanged_module
 from meshwright.core.parallel.sync_batch_norm import synchronize_batch_norm
 from meshwright.core.trainer.custom_model import MODEL_PREFIX, CustomModel, disable_caches, kept_results
 from meshwright.core.trainer.first_batch.first_samples import Flat
-from meshwright.core.trainer.first_batch.plain_pass import Computed, describe, run_pass
+from meshwright.core.trainer.first_batch.plain_pass import Computed, run_pass
 from meshwright.core.trainer.objective import Objective
 from meshwright.errors import ConfigError
 
@@ -45,20 +46,20 @@ def compare_with_given(custom: CustomModel, flat: Flat, dtype: torch.dtype) -> t
             )
             kept = [name for module in custom.modules() for name, _ in kept_results(module)]
     except Exception as error:  # noqa: BLE001  a user's model may raise anything
-        return [f"{NOT_COMPARED}: {describe(error)}"], ()
+        return [f"{NOT_COMPARED}: {describe_user_error(error)}"], ()
     copied: Computed | str
     try:
         copied = run_pass(copied_objective, flat)
         name = given.difference(copied, TOLERANCES[dtype], custom.frozen) if math.isfinite(given.loss) else ""
     except Exception as error:  # noqa: BLE001
-        name, copied = "loss", describe(error)
+        name, copied = "loss", describe_user_error(error)
     if not name:
         return [], changed
     try:
         with as_given(custom, dtype) as objective:
             again = run_pass(objective, flat)
     except Exception as error:  # noqa: BLE001
-        return [f"{NOT_COMPARED}: the second pass of them raises {describe(error)}"], changed
+        return [f"{NOT_COMPARED}: the second pass of them raises {describe_user_error(error)}"], changed
     if given.difference(again, TOLERANCES[dtype], custom.frozen):
         return [f"{NOT_COMPARED}: two passes of them differ"], changed
     if isinstance(copied, str):

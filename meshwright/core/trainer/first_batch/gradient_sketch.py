@@ -13,8 +13,6 @@ from torch import Tensor
 
 SAMPLED = 1024
 """Elements of a gradient that a sketch has."""
-STRIDE = 0x9E3779B97F4A7C15 >> 1
-"""The golden ratio as a step through the elements of a gradient, so that a sketch has some of all rows and columns."""
 
 
 @dataclass(frozen=True)
@@ -28,19 +26,24 @@ class GradientSketch:
     """the relative error of the gradient in the precision of the run"""
 
     @classmethod
-    def of(cls, gradient: Tensor, rounding: float = 0.0) -> GradientSketch:
+    def of(cls, gradient: Tensor, rounding: float = 0.0, scale: float = 1.0) -> GradientSketch:
+        """The sketch of a gradient of the loss times `scale`."""
         flat = gradient.detach().reshape(-1)
-        where = torch.arange(min(SAMPLED, len(flat)), device=flat.device)
-        if len(flat) > SAMPLED:
-            where = where * (STRIDE % len(flat)) % len(flat)
-        return cls(float(flat.double().norm()), len(flat), flat[where].double().cpu(), rounding)
+        some = flat
+        if len(flat) > SAMPLED:  # drawn, and not a stride: that would have a part of the rows or columns of some shapes
+            where = torch.randint(len(flat), (SAMPLED,), generator=torch.Generator().manual_seed(0))
+            some = flat[where.to(flat.device)]
+        return cls(float(flat.double().norm()) / scale, len(flat), some.double().cpu() / scale, rounding)
 
     def error(self, other: GradientSketch, floor: float) -> float:
-        """The relative error of the other gradient: of its elements, or of its norm. A norm of `floor` is nothing."""
+        """The relative error of the other gradient: of its elements, or of its norm. A norm of `floor` is nothing.
+        Infinity if one of the gradients is not finite.
+        """
         share = math.sqrt(len(self.elements) / max(1, self.numel))
         size = float(self.elements.norm()) + (self.norm + floor) * share
         of_elements = float((self.elements - other.elements).norm()) / max(size, 1e-300)
-        return max(of_elements, abs(self.norm - other.norm) / max(self.norm + floor, 1e-300))
+        of_norm = abs(self.norm - other.norm) / max(self.norm + floor, 1e-300)
+        return max(of_elements, of_norm) if math.isfinite(of_elements + of_norm) else math.inf
 
 
 @dataclass(frozen=True)
@@ -56,3 +59,11 @@ class PlainPass:
     """by name, of every parameter that receives one"""
     training: bool
     """whether the model is in training mode, which it is unless it draws random numbers there"""
+    scale: float
+    """what the loss is multiplied by before backward, so that the gradients in the precision of the run are finite"""
+    norm: float
+    """the norm of all gradients"""
+    error: float
+    """the norm of the errors of all gradients in the precision of the run"""
+    weights: float
+    """the norm of all parameters"""

@@ -20,7 +20,6 @@ from meshwright.core.trainer.first_batch.gradient_sketch import GradientSketch, 
 from meshwright.core.trainer.first_batch.model_notes import dtype_name
 from meshwright.core.trainer.objective import Objective
 from meshwright.core.trainer.precision import Precision
-from meshwright.errors import describe_exception
 
 MAX_SECONDS = 10.0
 """Processor time of the passes that are compared."""
@@ -28,6 +27,8 @@ PASSES = 15
 """Forward passes that they take, a backward pass counted as two."""
 BYTES = 48
 """Bytes per parameter of the copies and gradients that exist at once."""
+SCALES = (1.0, 2.0**-8, 2.0**-16)
+"""Factors of the loss in fp16, of which the first one with finite gradients is taken, as the loss scale of steps is."""
 CPU = torch.device("cpu")
 
 
@@ -47,6 +48,10 @@ class Computed:
             return self.norm(name) + other.norm(name)
         return float((self.gradients[name].double() - other.gradients[name].double()).norm())
 
+    @property
+    def is_finite(self) -> bool:
+        return math.isfinite(self.loss) and all(math.isfinite(self.norm(name)) for name in self.gradients)
+
     def difference(self, other: Computed, tolerance: float, without: frozenset[str]) -> str:
         """`loss` or the name of the first gradient that differs; an empty text if none does."""
         if not abs(self.loss - other.loss) <= tolerance * abs(self.loss):
@@ -57,13 +62,14 @@ class Computed:
         return next(wrong, "")
 
 
-def run_pass(objective: Objective, flat: Flat, precision: Precision | None = None) -> Computed:
-    """Forward and backward of a batch."""
+def run_pass(objective: Objective, flat: Flat, precision: Precision | None = None, scale: float = 1.0) -> Computed:
+    """Forward and backward of a batch. `scale` multiplies the loss before backward, and divides the gradients."""
     with seeded(0):
         with (precision or Precision(PrecisionConfig(compute="fp32"), CPU)).autocast():
             total = objective.compute(flat).total
-        total.backward()
-    return Computed(float(total.detach()), {n: p.grad for n, p in objective.named_parameters() if p.grad is not None})
+        (total * scale).backward()
+    gradients = {n: p.grad.div_(scale) for n, p in objective.named_parameters() if p.grad is not None}
+    return Computed(float(total.detach()), gradients)
 
 
 def affordable_rows(objective: Objective, custom: CustomModel, flat: Flat) -> tuple[Flat | None, str]:
@@ -120,24 +126,35 @@ def make_plain_pass(custom: CustomModel, flat: Flat, dtype: torch.dtype, config:
         return "forward draws random numbers in evaluation mode too"
     precision = Precision(config, CPU)
 
-    def compute(dtype: torch.dtype, precision: Precision | None = None) -> Computed:
+    def compute(dtype: torch.dtype, precision: Precision | None = None, scale: float = 1.0) -> Computed:
         copied = custom.build_objective(CPU, dtype)
-        return run_pass(copied if training else copied.eval(), flat, precision)
+        return run_pass(copied if training else copied.eval(), flat, precision, scale)
 
-    exact, rounded = compute(dtype), compute(precision.parameters, precision)
-    if not math.isfinite(exact.loss):
-        return "the loss is not finite"
+    exact = compute(dtype)
+    if not exact.is_finite:
+        return "the loss or a gradient is not finite"
+    for scale in SCALES if config.compute == "fp16" else SCALES[:1]:
+        rounded = compute(precision.parameters, precision, scale)
+        if rounded.is_finite or not math.isfinite(rounded.loss):
+            break
+    if not rounded.is_finite:
+        return f"the pass in {config.compute} is not finite"
+    errors = {name: exact.error(name, rounded) for name in exact.gradients}
     sketches = {
-        name: GradientSketch.of(gradient, exact.error(name, rounded) / max(exact.norm(name), 1e-300))
+        name: GradientSketch.of(gradient, errors[name] / max(exact.norm(name), 1e-300))
         for name, gradient in exact.gradients.items()
     }
-    rounding = abs(exact.loss - rounded.loss) / max(abs(exact.loss), 1e-300)
-    return PlainPass(flat, exact.loss, rounding, sketches, training)
-
-
-def describe(error: Exception) -> str:
-    """The error of a user's code in one line."""
-    return f"{type(error).__name__}: {' '.join(describe_exception(error).split())}"
+    return PlainPass(
+        flat,
+        exact.loss,
+        abs(exact.loss - rounded.loss) / max(abs(exact.loss), 1e-300),
+        sketches,
+        training,
+        scale,
+        norm=math.hypot(*(sketch.norm for sketch in sketches.values())),
+        error=math.hypot(*errors.values()),
+        weights=math.hypot(*(float(p.detach().double().norm()) for p in objective.parameters())),
+    )
 
 
 @torch.no_grad()

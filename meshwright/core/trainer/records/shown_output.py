@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, TextIO
 
 MAX_LINE = 2000
@@ -20,6 +20,8 @@ class ShownOutput:
         self._partial, self._lock = "", threading.Lock()
 
     def __getattr__(self, name: str) -> Any:
+        if name == "_stream":  # a copy has no attributes yet
+            raise AttributeError(name)
         return getattr(self._stream, name)
 
     def write(self, text: str) -> int:
@@ -31,6 +33,10 @@ class ShownOutput:
             for line in lines:
                 self._report(line.rpartition("\r")[2][:MAX_LINE])
         return written
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self.write(line)
 
 
 def show_output(report: Callable[[str], None]) -> None:
