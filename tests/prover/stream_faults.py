@@ -214,7 +214,7 @@ def count_padding(self, _stream, _samples, _batch):
 def stale_tokenization_cache():
     """The cache key lacks the field, and an earlier run has cached the other field."""
     right = cached_tokens.content_digest
-    digest = lambda kind, *values: right(kind, *values[1:]) if kind == "jsonl" else right(kind, *values)  # noqa: E731
+    digest = lambda *values: right(*values[:2], *values[3:]) if values[1] == "jsonl" else right(*values)  # noqa: E731
     config = load_cpu_config(overrides=[*JSONL, "--data.field=title"])
     original, cached_tokens.content_digest = cached_tokens.content_digest, digest
     try:

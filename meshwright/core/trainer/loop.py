@@ -224,7 +224,6 @@ class Training:
 
     def _restore(self) -> int:
         """Restores the newest intact checkpoint and returns its number of steps; without one, the job's first step."""
-        write = self.log.write
         restored = restore(
             self.store,
             self.world,
@@ -232,7 +231,7 @@ class Training:
             self.state(),
             self.resume.validate,
             fallback=self.job.fallback,
-            on_damaged=lambda name, damage: write(
+            on_damaged=lambda name, damage: self.log.write(
                 "damaged", checkpoint=name, damage=[item.to_json() for item in damage]
             ),
             owner=self.resume.owner,
