@@ -16,6 +16,8 @@ from tests.planner.planned_cases import cost_cache
 LORA = ("--lora.rank=16",)
 EVERY_PROJECTION = (*LORA, "--lora.targets=*.attention.*,*.ffn.*")
 FIRST_BLOCKS = ('--optimizer.groups=[{pattern="*.blocks.[0-9].*",frozen=true},{pattern="*embedding*",frozen=true}]',)
+EXPERTS = ('--optimizer.groups=[{pattern="*.bank.*",frozen=true}]',)
+ATTENTION = ('--optimizer.groups=[{pattern="*.attention.*",frozen=true}]',)
 CANDIDATES = {
     "ddp": Candidate(Layout(replicate=8), 1),
     "fsdp": Candidate(Layout(shard=8), 1, "parameters", "full"),
@@ -23,6 +25,12 @@ CANDIDATES = {
     "pipeline": Candidate(Layout(pipeline=2, shard=4), 1, "optimizer"),
 }
 GIB = 1 << 30
+
+
+def costs(model: str, options: tuple[str, ...], candidate: Candidate) -> tuple[Estimate, Estimate]:
+    """What the search estimates, and what the config of the run costs."""
+    cache = cost_cache(model, "h200:8", "--batch.global=16", *options)
+    return cache.estimate(candidate), estimate(exact_job(cache.work, cache.cluster, candidate))
 
 
 def estimated(options: tuple[str, ...], candidate: Candidate = CANDIDATES["ddp"]) -> Estimate:
@@ -43,10 +51,18 @@ def test_low_rank_adaptation_of_8b_fits_on_one_h100() -> None:
 @pytest.mark.parametrize("options", [LORA, EVERY_PROJECTION, FIRST_BLOCKS], ids=["attention", "all", "groups"])
 def test_candidates_cost_what_their_run_configs_cost(name: str, options: tuple[str, ...]) -> None:
     """The search prices candidates by sizes alone; the plan follows from the parameters of the run."""
-    cache, candidate = cost_cache("llama-8b", "h200:8", "--batch.global=16", *options), CANDIDATES[name]
-    fast, exact = cache.estimate(candidate), estimate(exact_job(cache.work, cache.cluster, candidate))
+    fast, exact = costs("llama-8b", options, CANDIDATES[name])
     if (name, options) != ("pipeline", FIRST_BLOCKS):  # candidates have the mean of all blocks in every stage
         assert fast.seconds == pytest.approx(exact.seconds, rel=0.03)
+    assert fast.peak_memory.tensors == pytest.approx(exact.peak_memory.tensors, rel=0.05)
+
+
+@pytest.mark.parametrize("expert", [1, 8])
+@pytest.mark.parametrize("options", [EXPERTS, ATTENTION], ids=["experts", "attention"])
+def test_candidates_with_experts_cost_what_their_run_configs_cost(options: tuple[str, ...], expert: int) -> None:
+    """Experts are part of their block unless ranks divide them."""
+    fast, exact = costs("mixtral-8x7b", options, Candidate(Layout(shard=8, expert=expert), 1, "parameters", "full"))
+    assert fast.seconds == pytest.approx(exact.seconds, rel=0.03)
     assert fast.peak_memory.tensors == pytest.approx(exact.peak_memory.tensors, rel=0.05)
 
 
