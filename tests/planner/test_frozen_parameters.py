@@ -4,13 +4,21 @@ from __future__ import annotations
 
 import pytest
 
+from meshwright.base.config import load_config
+from meshwright.base.hardware.resolve_cluster import resolve_cluster
+from meshwright.base.models.spec import BEFORE, BlockSpec, ModelSpec, ParameterSpec
+from meshwright.base.models.traced_model import TracedModel
 from meshwright.base.topology.layout import Layout
 from meshwright.planner.calibration.estimator import estimate
 from meshwright.planner.cost.estimate import Estimate
 from meshwright.planner.search.candidate import Candidate, exact_job
+from meshwright.planner.search.cost_cache import CostCache
 from meshwright.planner.search.search import search
 from meshwright.planner.search.trainer_rules import flop_convention
-from meshwright.planner.workload.optimizer_bytes import ALL_TRAINED
+from meshwright.planner.workload.optimizer_bytes import ALL_TRAINED, shares_of_spec
+from meshwright.planner.workload.own_trainer import FROZEN_RECAST_TRAFFIC
+from meshwright.planner.workload.planned_job import PlannedJob
+from meshwright.planner.workload.workload_args import workload_from_config
 from tests.planner.planned_cases import cost_cache
 
 LORA = ("--lora.rank=16",)
@@ -102,6 +110,37 @@ def test_only_trained_parameters_are_reduced() -> None:
         for options in ((), LORA)
     ]
     assert gathers[0] <= gathers[1] < 1.1 * gathers[0]  # a frozen embedding is gathered in float32
+
+
+def traced_model(*parameters: ParameterSpec) -> TracedModel:
+    spec = ModelSpec("Net", parameters, (BlockSpec("blocks.0"), BlockSpec("blocks.1")), ("encoder",))
+    return TracedModel("Net", spec, spec, 1, 64)
+
+
+def linear(name: str, unit: str, *, trainable: bool = True) -> ParameterSpec:
+    return ParameterSpec(f"{name}.weight", (16, 16), unit, trainable=trainable)
+
+
+def test_frozen_groups_of_a_traced_model_are_those_of_its_own_parameters() -> None:
+    """Its trace says which parameters are frozen; the patterns match no parameter of the config's model."""
+    groups = '--optimizer.groups=[{pattern="encoder.*",frozen=true},{pattern="blocks.0.*",frozen=true}]'
+    config = load_config(None, [groups, "--precision.compute=bf16", "--precision.weights=bf16", "--batch.global=8"])
+    traced = traced_model(
+        linear("encoder", BEFORE, trainable=False),
+        linear("blocks.0", "blocks.0", trainable=False),
+        linear("blocks.1", "blocks.1"),
+    )
+    job = PlannedJob.from_config(config, resolve_cluster("h100:1"), traced=traced)
+    assert (job.trained.before, job.trained.block) == (0, 0.5)
+    assert job.trainer.recast_traffic_bytes == FROZEN_RECAST_TRAFFIC / 2
+    assert CostCache(workload_from_config(config, traced=traced), resolve_cluster("h100:1")).work.trained == job.trained
+
+
+def test_factors_of_a_traced_model_are_parameters_like_others() -> None:
+    """A user's own low-rank adaptation names its weight as it likes."""
+    factors = [ParameterSpec(f"blocks.0.lora_{part}", (2, 16), "blocks.0") for part in "ab"]
+    shares = shares_of_spec(traced_model(linear("blocks.0.linear", "blocks.0", trainable=False), *factors).spec)
+    assert (shares.block, shares.frozen, shares.factors) == (64 / (64 + 256), 256 / (64 + 256), ())
 
 
 def test_a_run_without_frozen_parameters_is_all_trained() -> None:
