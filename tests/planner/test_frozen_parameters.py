@@ -6,11 +6,13 @@ import pytest
 
 from meshwright.base.config import load_config
 from meshwright.base.hardware.resolve_cluster import resolve_cluster
+from meshwright.base.models.architecture import Architecture
 from meshwright.base.models.spec import BEFORE, BlockSpec, ModelSpec, ParameterSpec
 from meshwright.base.models.traced_model import TracedModel
 from meshwright.base.topology.layout import Layout
 from meshwright.planner.calibration.estimator import estimate
 from meshwright.planner.cost.estimate import Estimate
+from meshwright.planner.cost.step_flops import step_flops
 from meshwright.planner.search.candidate import Candidate, exact_job
 from meshwright.planner.search.cost_cache import CostCache
 from meshwright.planner.search.search import search
@@ -80,9 +82,8 @@ def test_frozen_weights_have_no_weight_gradients() -> None:
     assert lora.phases["backward"] < 1.4 * lora.phases["forward"]
     attention = 1 - 6 * 8.03e9 * full.job.tokens_per_step / full.model_flops
     assert lora.model_flops / full.model_flops == pytest.approx(2 / 3 + attention / 3, abs=0.03)
-    assert flop_convention(cost_cache("llama-8b", "h200:8", *LORA).work).startswith(
-        "6 FLOP per active parameter and tok"
-    )
+    counted = "6 FLOP per active parameter and token, 4 per frozen one, the causal half of the score matrix"
+    assert flop_convention(cost_cache("llama-8b", "h200:8", *LORA).work) == counted
 
 
 def test_backward_ends_at_the_first_trained_block() -> None:
@@ -91,6 +92,36 @@ def test_backward_ends_at_the_first_trained_block() -> None:
     head = 0.1
     assert groups.phases["backward"] / full.phases["backward"] == pytest.approx(22 / 32, abs=head)
     assert groups.peak_memory.activations / full.peak_memory.activations == pytest.approx(22 / 32, abs=head)
+
+
+def test_blocks_without_a_backward_pass_have_the_flops_of_forward() -> None:
+    """A third of their matrix products and of attention, and nothing that is computed again."""
+    candidate = Candidate(Layout(replicate=8), 1, "none", "full")
+    groups = FIRST_BLOCKS[0].replace("[0-9].*", "*")
+    cache = cost_cache("llama-8b", "h200:8", "--data.sequence=131072", groups)
+    full, frozen = estimated((), candidate), cache.estimate(candidate)
+    model, tokens = cache.work.model, frozen.job.tokens_per_step
+    assert isinstance(model, Architecture)
+    head, kinds = model.vocab * model.width, model.kind_counts.items()
+    blocks = sum(count * model.active_kind_parameters(kind) for kind, count in kinds)
+    attention = tokens * sum(count * model.mixer_flops(kind, 131072) for kind, count in kinds)
+    assert full.hardware_flops > 1.3 * full.model_flops
+    assert frozen.hardware_flops == frozen.model_flops
+    assert frozen.model_flops == pytest.approx(tokens * (6 * head + 2 * blocks) + attention)
+    assert flop_convention(cache.work).count(", 4 per frozen one, 2 in blocks without a backward pass, ") == 1
+
+
+def test_products_in_8_bits_are_those_that_a_step_has() -> None:
+    job = estimated((*LORA, "--precision.float8=true")).job
+    flops = step_flops(job.model, job)
+    assert job.is_quantized
+    assert isinstance(job.model, Architecture)
+    attention = 3 * sum(
+        count * job.model.mixer_flops(kind, job.sequence) for kind, count in job.model.kind_counts.items()
+    )
+    factors, head = 6 * 32 * job.trained.factor_elements(), 4 * job.model.vocab * job.model.width
+    in_16_bits = job.tokens_per_step * (attention + factors + head)
+    assert flops.in_job_precision + in_16_bits == pytest.approx(flops.model)
 
 
 def test_only_trained_parameters_are_reduced() -> None:
