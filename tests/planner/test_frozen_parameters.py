@@ -95,7 +95,7 @@ def test_backward_ends_at_the_first_trained_block() -> None:
 
 
 def test_blocks_without_a_backward_pass_have_the_flops_of_forward() -> None:
-    """A third of their matrix products and of attention, and nothing that is computed again."""
+    """A third of their matrix products and of attention, and no recomputation."""
     candidate = Candidate(Layout(replicate=8), 1, "none", "full")
     groups = FIRST_BLOCKS[0].replace("[0-9].*", "*")
     cache = cost_cache("llama-8b", "h200:8", "--data.sequence=131072", groups)
