@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -47,7 +48,7 @@ def test_every_known_gpu_has_a_power_and_a_host_link() -> None:
     assert all(node.device.power > 0 and node.device.host_bandwidth > 0 for node in NODE_TYPES.values())
 
 
-def test_a_gpu_without_matrix_units_for_bf16_is_planned_in_fp16() -> None:
+def test_a_gpu_without_matrix_units_for_bf16_is_planned_in_fp16(tmp_path: Path) -> None:
     """A V100: the preset's bf16 is replaced, and one that is asked for is not; the plan says both."""
     v100, h100 = preset_cluster("v100-32", 8), preset_cluster("h100", 8)
     assert (v100.device.half_precision, h100.device.half_precision) == ("fp16", "bf16")
@@ -59,6 +60,12 @@ def test_a_gpu_without_matrix_units_for_bf16_is_planned_in_fp16() -> None:
     for given in (build_workload("llama-1b", precision="bf16"), build_workload("llama-1b", ["precision.compute=bf16"])):
         assert given.on(v100).precision == "bf16"
         assert given.on(v100).notes[0].endswith("try --precision fp16")
+    run_file = tmp_path / "run.toml"
+    run_file.write_text('preset = "llama-1b"\nprecision.loss_scale = 1024\n')
+    scaled = build_workload("llama-1b", ["--precision.loss_scale=1024"])
+    assert [work.on(v100).precision for work in (scaled, build_workload(str(run_file)))] == ["fp16", "fp16"]
+    for needs_bf16 in ("--precision.weights=bf16", "--precision.residual=bf16", "--precision.float8=true"):
+        assert build_workload("llama-1b", [needs_bf16]).on(v100).precision == "bf16"
     assert for_trainer(build_workload("llama-1b"), "megatron").on(v100).precision == "fp16"
     assert (build_workload("llama-1b").on(h100).precision, build_workload("llama-1b").on(h100).notes) == ("bf16", ())
 

@@ -16,6 +16,7 @@ from meshwright.planner.calibration.profile_fit import FITTED_FIELDS
 from meshwright.planner.cost.comm_volume import run_trace
 from meshwright.planner.cost.trace.operations import Communicate
 from meshwright.planner.workload import trainer_profiles
+from meshwright.planner.workload.optimizer_bytes import ALL_TRAINED
 from meshwright.planner.workload.own_trainer import own_trainer
 from meshwright.planner.workload.planned_job import PlannedJob
 
@@ -23,7 +24,7 @@ CUDA_DEFAULTS = with_device_defaults(RunConfig(), "cuda")
 FITTED_PROFILES = (
     trainer_profiles.MESHWRIGHT,
     trainer_profiles.MESHWRIGHT_COMPILED,
-    replace(own_trainer(CUDA_DEFAULTS, Layout(), 1), name="meshwright on CUDA"),
+    replace(own_trainer(CUDA_DEFAULTS, Layout(), 1, ALL_TRAINED), name="meshwright on CUDA"),
     trainer_profiles.COMPOSER,
     trainer_profiles.TORCHTITAN_2024,
     trainer_profiles.TORCHTITAN_COMPILED,

@@ -204,6 +204,13 @@ def test_network_is_that_of_the_notes(notes: str, per_device: float) -> None:
         ("FSDP2, reshard_after_forward=False", "gradients"),
         ("fsdp (only optimizer state sharded)", "optimizer"),
         ("FSDP (parameters, gradients and optimizer sharded)", "parameters"),
+        ("gradients, optimizer states and parameters", "parameters"),
+        ("optimizer state and gradients sharded, parameters replicated", "gradients"),
+        ("optimizer and gradients sharded, gradient accumulation", "gradients"),
+        ("optimizer state sharded, gradient accumulation", "optimizer"),
+        ("FSDP + optimizer in backward with gradient accumulation", "parameters"),
+        ("FSDP without gradient sharding in optimizer step", "parameters"),
+        ("FSDP, fused optimizer, gradient clipping", "parameters"),
         ("Fully Sharded Data Parallel", "parameters"),
     ],
 )

@@ -42,15 +42,22 @@ def _(model: Architecture, job: PlannedJob) -> StepFlops:
     if mla is not None and recomputes_latent_projections(job.activation_checkpoint, job.trainer):
         layers = sum(count for kind, count in kinds if kind.has_attention)
         recomputed += 2.0 * tokens * layers * mla.up_projections(model.heads)
-    if job.trained.frozen:
-        matmul_flops -= frozen_gradient_flops(model, job)
+    reached = job.trained.reached
+    attention_flops *= 1 - 2 / 3 * (1 - reached)
+    matmul_flops -= frozen_flops(model, job)
     total = matmul_flops + attention_flops
-    return StepFlops(total, recomputed, quantized_flops(model, job) if job.is_quantized else total)
+    return StepFlops(total, reached * recomputed, quantized_flops(model, job) if job.is_quantized else total)
 
 
-def frozen_gradient_flops(model: Architecture, job: PlannedJob) -> float:
-    """FLOPs of the weight gradients that frozen matrices do not have, less those of low-rank factors; and of the
-    backward pass of blocks before the first trained parameter.
+def frozen_flops(model: Architecture, job: PlannedJob) -> float:
+    """FLOPs of matrix products that backward does not have, less those of low-rank factors."""
+    elements = frozen_elements(model, job) - 3 * model.layers * job.trained.factor_elements()
+    return 2.0 * job.tokens_per_step * (elements + (0 if job.trained.head else model.vocab * model.width))
+
+
+def frozen_elements(model: Architecture, job: PlannedJob, *, experts: bool = True) -> float:
+    """Active elements of the blocks, and of their routed experts, whose weight gradients backward does not have since
+    they are frozen; those before the first trained parameter count again, for their input gradients.
     """
     trained, elements = job.trained, 0.0
     for kind, count in model.kind_counts.items():
@@ -58,10 +65,9 @@ def frozen_gradient_flops(model: Architecture, job: PlannedJob) -> float:
         if kind.ffn == "moe":
             routed = model.experts_active * model.expert_parameters + model.width * model.experts
         ffn = model.active_kind_parameters(kind) - mixer - routed
-        frozen = (1 - trained.mixer) * mixer + (1 - trained.ffn) * ffn + (1 - trained.routed) * routed
-        unreached = (1 - trained.reached) * model.active_kind_parameters(kind)
-        elements += count * (frozen + unreached - 3 * trained.factor_elements())
-    return 2.0 * job.tokens_per_step * (elements + (0 if trained.head else model.vocab * model.width))
+        frozen = (1 - trained.mixer) * mixer + (1 - trained.ffn) * ffn + experts * (1 - trained.routed) * routed
+        elements += count * (frozen + (1 - trained.reached) * (mixer + ffn + experts * routed))
+    return elements
 
 
 def quantized_flops(model: Architecture, job: PlannedJob) -> float:
@@ -70,4 +76,5 @@ def quantized_flops(model: Architecture, job: PlannedJob) -> float:
     if not job.trainer.quantizes_experts:
         moe_layers = sum(count for kind, count in model.kind_counts.items() if kind.ffn == "moe")
         active -= moe_layers * (model.experts_active * model.expert_parameters + model.width * model.experts)
-    return 6.0 * job.tokens_per_step * active
+    frozen = frozen_elements(model, job, experts=job.trainer.quantizes_experts)
+    return job.tokens_per_step * (6.0 * active - 2.0 * frozen)

@@ -156,18 +156,18 @@ def _(
     """Parameters that belong to no unit are in the first stage; a tied weight is in the last one, too."""
     units = model.unit_parameters(tensor, expert)
     before, after, root = (float(units.pop(unit, 0)) for unit in (BEFORE, AFTER, ROOT))
-    share = stage.layers / model.layers
-    experts = share * model.all_expert_parameters / expert if expert > 1 else 0.0
+    block_experts = model.all_expert_parameters / model.layers / expert
     embedding = before + root if stage.is_first else 0.0
     tied = 0.0 if no_pipeline else sum(model.spec.by_name[copy].local_numel(tensor) for copy in model.spec.tied)
     head = after + tied if stage.is_last else 0.0
     at_peak = max((block.cost.gradients_at_peak.of(1) for block in model.spec.blocks), default=0.0)
     return StageParameters(
         max(units.values(), default=0),
-        experts / max(1, stage.layers),
+        block_experts if expert > 1 else 0.0,
         at_peak / 4 / tensor,
         embedding,
         head,
+        block_experts if expert == 1 else 0.0,
     )
 
 

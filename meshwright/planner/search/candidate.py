@@ -81,7 +81,7 @@ def candidate_trainer(work: Workload, cluster: Cluster, candidate: Candidate) ->
     config = with_device_defaults(config, cluster.device_type, traced_model(work) is not None)
     precision = matmul_precision(config, cluster) if work.base_config is not None else work.precision
     micro_steps = work.global_batch // candidate.layout.data_degree // candidate.micro
-    return own_trainer(config, candidate.layout, micro_steps), precision
+    return own_trainer(config, candidate.layout, micro_steps, work.trained), precision
 
 
 def trainer_key(work: Workload, candidate: Candidate) -> Hashable:

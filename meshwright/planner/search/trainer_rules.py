@@ -173,4 +173,5 @@ def flop_convention(work: Workload) -> str:
     scores = "the whole score matrix" if rules.counts_masked_scores else "the causal half of the score matrix"
     recomputed = ", and recomputation" if rules.counts_recomputation else ""
     frozen = ", 4 per frozen one" if work.trained.frozen else ""
+    frozen += ", 2 in blocks without a backward pass" if work.trained.reached < 1 else ""
     return f"6 FLOP per active parameter and token{frozen}, {scores}{recomputed}"

@@ -96,10 +96,11 @@ def shares_of_spec(spec: ModelSpec, blocks: Iterable[str] | None = None) -> Trai
     if all(parameter.trainable for parameter in spec.parameters):
         return ALL_TRAINED
     names = spec.block_names if blocks is None else tuple(blocks)
-    weights = [p for p in spec.parameters if not p.name.endswith(FACTORS)]
+    weights = [p for p in spec.parameters if not is_factor(spec, p)]
     members = [[p for p in weights if p.unit == name or p.unit.startswith(f"{name}.")] for name in names]
+    members = [block for block in members if block]  # a block whose weights are all tied has none of its own
     inside = [parameter for block in members for parameter in block]
-    adapted = {p.name.rpartition(".")[0] for p in spec.parameters if p.name.endswith(FACTORS)}
+    adapted = {p.name.rpartition(".")[0] for p in spec.parameters if is_factor(spec, p)}
     dense = [p for p in inside if not p.is_expert_weight]
     matrices = [p for p in dense if len(p.shape) > 1]
     mixers, routers = [p for p in matrices if ".attention." in p.name], [p for p in matrices if ".router." in p.name]
@@ -114,7 +115,7 @@ def shares_of_spec(spec: ModelSpec, blocks: Iterable[str] | None = None) -> Trai
     before, after = [p for p in weights if p.unit in (BEFORE, ROOT)], [p for p in weights if p.unit == AFTER]
     heads = [p for p in after if len(p.shape) > 1] or [p for p in before if len(p.shape) > 1]
     frozen = 1 - trained_part(weights)
-    factors = sum(p.local_numel() for p in spec.parameters if p.name.endswith(FACTORS))
+    factors = sum(p.local_numel() for p in spec.parameters if is_factor(spec, p))
     return TrainedShares(
         1 - frozen + factors / sum(p.local_numel() for p in weights),
         frozen,
@@ -137,11 +138,18 @@ def shares_of_spec(spec: ModelSpec, blocks: Iterable[str] | None = None) -> Trai
     )
 
 
+def is_factor(spec: ModelSpec, parameter: ParameterSpec, names: tuple[str, ...] = FACTORS) -> bool:
+    """Whether a parameter is a low-rank factor of `lora.rank`. A traced model has only parameters of its own, whatever
+    their names.
+    """
+    return spec.architecture is not None and parameter.name.endswith(names)
+
+
 def low_rank_factors(spec: ModelSpec, blocks: Sequence[str]) -> list[LowRankFactors]:
     """The factors of these blocks, equal ones together."""
     counts: dict[tuple[int, int, int, int | None], int] = {}
     for parameter in spec.parameters:
-        if parameter.unit in blocks and parameter.name.endswith(FACTORS[0]):
+        if parameter.unit in blocks and is_factor(spec, parameter, FACTORS[:1]):
             weight = spec.by_name[f"{parameter.name.removesuffix(FACTORS[0])}weight"]
             key = parameter.shape[0], weight.shape[1], weight.shape[0], weight.tp_dim
             counts[key] = counts.get(key, 0) + 1

@@ -8,7 +8,7 @@ from typing import Any
 from meshwright.base.config import RunConfig
 from meshwright.base.topology.layout import Layout
 from meshwright.base.topology.parameter_shards import uses_ddp, uses_fsdp
-from meshwright.planner.workload.optimizer_bytes import trained_shares
+from meshwright.planner.workload.optimizer_bytes import TrainedShares
 from meshwright.planner.workload.trainer_profile import TrainerProfile
 from meshwright.planner.workload.trainer_profiles import FUSED_LOSS, MESHWRIGHT, MESHWRIGHT_COMPILED
 
@@ -21,13 +21,15 @@ FROZEN_RECAST_TRAFFIC = 2
 and backward together count the field three times."""
 
 
-def own_trainer(config: RunConfig, layout: Layout, micro_steps: int) -> TrainerProfile:
-    """Returns the profile of a run whose settings have their values for the device (`with_device_defaults`)."""
+def own_trainer(config: RunConfig, layout: Layout, micro_steps: int, trained: TrainedShares) -> TrainerProfile:
+    """Returns the profile of a run whose settings have their values for the device (`with_device_defaults`), and which
+    trains this part of its model.
+    """
     fields: dict[str, Any] = {}
     if config.precision.weights == "bf16":
         # Gradients have the dtype of the weights unless they are summed over micro-batches, or over ranks by FSDP2.
         gradient_bytes = 4 if uses_fsdp(layout) or micro_steps > 1 else 2
-        recast = 0.0 if uses_fsdp(layout) else FROZEN_RECAST_TRAFFIC * (1 - trained_shares(config, None).block)
+        recast = 0.0 if uses_fsdp(layout) else FROZEN_RECAST_TRAFFIC * (1 - trained.block)
         fields |= {"parameter_bytes": 2, "master_bytes": 4, "gradient_bytes": gradient_bytes}
         fields |= {"recast_traffic_bytes": recast}
     if config.precision.residual == "bf16":

@@ -86,6 +86,7 @@ class PlannedJob:
         traced: TracedModel | None = None,
     ) -> PlannedJob:
         """Returns the job of a Meshwright run whose settings have their values for the device."""
+        trained = trained_shares(config, traced)
         return cls(
             traced or model_architecture(config.model, name or config.preset),
             cluster,
@@ -99,10 +100,10 @@ class PlannedJob:
             config.pipeline.schedule,
             stages_per_rank(config),
             config.context.method,
-            own_trainer(config, layout, batch.accumulation),
+            own_trainer(config, layout, batch.accumulation, trained),
             config,
             block_costs=block_costs(config) if traced is None and layout.pipeline > 1 else None,
-            trained=trained_shares(config, traced),
+            trained=trained,
         )
 
     @cached_property

@@ -7,7 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from meshwright.base.config import RunConfig, config_from_dict, config_to_dict, load_config
+from meshwright.base.config import PrecisionConfig, RunConfig, config_from_dict, config_to_dict, load_config
 from meshwright.base.config.reader import read_toml
 from meshwright.base.dtypes import COMPUTE_BYTES, PRECISIONS
 from meshwright.base.models.registry import model_architecture
@@ -74,15 +74,17 @@ def build_workload(
         config if trainable else None,
         parse_pins(pinned),
         (*notes, *assumed),
-        precision_is_default=precision is None and not states_precision(model, settings),
+        precision_is_default=precision is None and not states_precision(model, settings, config.precision),
     )
 
 
-def states_precision(model: str, settings: Sequence[str]) -> bool:
-    """Whether the options or the run file set a precision, and not only the preset."""
-    if any(option.removeprefix("--").startswith("precision.") for option in settings):
+def states_precision(model: str, settings: Sequence[str], config: PrecisionConfig) -> bool:
+    """Whether the options or the run file set the compute dtype, or what needs bf16, and not only the preset."""
+    if config.float8 or "bf16" in (config.weights, config.residual):
         return True
-    return model.endswith(".toml") and "precision" in read_toml(Path(model))
+    if any(option.removeprefix("--").partition("=")[0] == "precision.compute" for option in settings):
+        return True
+    return model.endswith(".toml") and "compute" in read_toml(Path(model)).get("precision", {})
 
 
 def workload_from_config(

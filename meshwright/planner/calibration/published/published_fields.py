@@ -13,19 +13,30 @@ from meshwright.base.topology.layout import Layout
 from meshwright.errors import ConfigError
 from meshwright.planner.calibration.published.published_records import parse_count
 
-SHARDING: tuple[tuple[str, str], ...] = (
+STAGES: tuple[tuple[str, str], ...] = (
     (r"zero(?:dp|stage)?3|^parameters", "parameters"),
     (r"zero(?:dp|stage)?2|shardgradop", "gradients"),
     (r"zero(?:dp|stage)?1|dist(?:ributed)?opt|zeroredundancy", "optimizer"),
     (r"zero(?:dp|stage)?0|^none|^no$|not?shard|ddp$|^replicate", "none"),
     (r"(?:no|not|without)reshard|reshard(?:afterforward)?(?:false|off|0)", "gradients"),
-    (r"^(?:(?!param|weight).)*(?:optim\w*grad|grad\w*optim)(?:(?!param|weight).)*$", "gradients"),
+)
+PARTS: tuple[tuple[str, str], ...] = (
     (r"^gradients", "gradients"),
     (r"^optimizer|^(?:(?!param|weight|grad).)*optim\w*shard", "optimizer"),
     (r"fully?shard|hybridshard|hsdp|fsdp", "parameters"),
 )
 """A pattern in the letters and digits of a run's name of its sharding -> what is sharded; the first match counts: a
-stage of ZeRO, then what is listed. FSDP shards parameters unless another one is said."""
+stage of ZeRO, then optimizer state and gradients that are listed together, then one part. FSDP shards parameters unless
+another part is said."""
+OPTIMIZER = r"optim\w*(?:[ -](?:states?|shard\w*|partition\w*))*"
+GRADIENTS = r"grad\w*(?:[ -](?:shard|partition)\w*)*\b(?!\W+(?:accum|check|clip|compress))"
+AND = r"\s*(?:,\s*and\b|\band\b|[-+,&/])\s*"
+LISTED = re.compile(f"{OPTIMIZER}{AND}{GRADIENTS}|{GRADIENTS}{AND}{OPTIMIZER}")
+"""Text that lists optimizer state and gradients."""
+WHOLE = re.compile(
+    r"(?:\bnot?|without|replicat\w+)\W+(?:param|weight)|(?:param|weight)\w*\W+(?:are\W+)?(?:not|replicat)"
+)
+"""Text that says that parameters are not sharded."""
 PRECISIONS: tuple[tuple[str, str], ...] = (
     (r"fp4|float4|e2m1", "fp4"),
     (r"fp8|float8|e4m3", "fp8"),
@@ -136,11 +147,22 @@ def parse_sharding(stated: dict[str, Any]) -> Sharding:
     """Returns the sharding that a run states; a degree of FSDP says that parameters are sharded."""
     text = str(stated.get("sharding") or "")
     letters = re.sub(r"[^a-z0-9]", "", text.lower())
-    kind = next((kind for pattern, kind in SHARDING if re.search(pattern, letters)), None)
+    kind = first_match(STAGES, letters) or listed_parts(text.lower()) or first_match(PARTS, letters)
     if kind is None and stated.get("fsdp_degree") not in (None, 1):
         kind = "parameters"
     unknown = (f"sharding {shorten(text)!r}, which the planner does not know, as if it were not stated",)
     return Sharding(kind, letters, unknown if text and kind is None else ())
+
+
+def first_match(patterns: tuple[tuple[str, str], ...], text: str) -> str | None:
+    return next((kind for pattern, kind in patterns if re.search(pattern, text)), None)
+
+
+def listed_parts(text: str) -> str | None:
+    """Returns what is sharded if a text lists optimizer state and gradients, with parameters or without them."""
+    if not LISTED.search(text):
+        return None
+    return "parameters" if re.search("param|weight", text) and not WHOLE.search(text) else "gradients"
 
 
 def parse_fsdp_degree(
@@ -164,7 +186,7 @@ def parse_fsdp_degree(
 def parse_activation_checkpoint(stated: Any) -> str | None:
     """Returns the mode of activation checkpointing that a run states; None if it states none that is known."""
     words = " ".join(re.findall(r"[a-z0-9]+", str(stated).lower())) if stated is not None else ""
-    return next((mode for pattern, mode in CHECKPOINTING if re.search(pattern, words)), None)
+    return first_match(CHECKPOINTING, words)
 
 
 def parse_precision(stated: str | None) -> str:
@@ -172,7 +194,7 @@ def parse_precision(stated: str | None) -> str:
     if stated is None:
         return UNSTATED_PRECISION
     text = NEGATED_PRECISION.sub("", stated.lower())
-    precision = next((precision for pattern, precision in PRECISIONS if re.search(pattern, text)), None)
+    precision = first_match(PRECISIONS, text)
     if precision is None:
         names = ", ".join(name for _, name in PRECISIONS)
         raise ConfigError(f"precision {shorten(stated)!r} is unknown", f"expected one of {names}")

@@ -91,7 +91,7 @@ def estimated_stage(job: PlannedJob, layers: StageLayers, sizes: UnitSizes) -> R
                 block.block,
                 block.down_projection,
                 vectors * trained.norms,
-                share=trained.block,
+                share=block.trained_share(trained),
                 factors=trained.factor_elements(layout.tensor),
             )
             runs.append(BlockRun(count, moe, unit, experts, TensorModules(repeats_last_scatter=repeats)))

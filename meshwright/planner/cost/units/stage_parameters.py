@@ -23,6 +23,7 @@ from meshwright.base.models.architecture import Architecture
 from meshwright.base.topology import schedules
 from meshwright.base.topology.schedules import partition_blocks
 from meshwright.errors import ConfigError
+from meshwright.planner.workload.optimizer_bytes import TrainedShares
 from meshwright.planner.workload.planned_job import PlannedJob
 
 
@@ -57,6 +58,12 @@ class StageParameters:
     embedding: float
     head: float
     """the head with the final norm"""
+    experts_in_block: float
+    """experts of one block that count as part of it"""
+
+    def trained_share(self, trained: TrainedShares) -> float:
+        """The trained share of the elements of `block`."""
+        return trained.block + self.experts_in_block / max(1.0, self.block) * (trained.experts - trained.block)
 
 
 def stages_by_rank(job: PlannedJob) -> list[tuple[StageLayers, ...]]:
@@ -153,4 +160,5 @@ def _(
         ((shared or experts) if stage.moe_layers else model.ffn_parameters / tensor) / model.ffn_matrices,
         embedding,
         head,
+        0.0 if experts_apart or not stage.moe_layers else experts,
     )

@@ -237,7 +237,7 @@ def unit_seconds(job: PlannedJob) -> UnitSeconds:
         one = StageLayers(int(not moe), int(moe), False, False)
         apart = data_sharding(job).experts_apart
         block = stage_parameters(job.model, one, layout.tensor, layout.expert, layout.pipeline == 1, apart)
-        unit = sizes.unit(block.block, share=job.trained.block)
+        unit = sizes.unit(block.block, share=block.trained_share(job.trained))
         kind = PassKind(0, "B", "sharded")
         gathers.append(communication_seconds(data.gather(unit, kind)) if resharding(job, plan) != "local" else 0.0)
         reductions.append(communication_seconds(data.reduction(unit, kind)))
