@@ -25,9 +25,8 @@ from meshwright.insight.diagnose.trace.kineto.kineto_trace import EXPECTED, Kine
 from meshwright.insight.diagnose.trace.rank_findings import CHECK, find_data, find_device, find_memory
 from meshwright.insight.diagnose.trace.rank_summary import RankSummary, summarize
 
-EXPOSED_BY = ("communication", "bubble", "straggler", "experts")
-"""Causes that explain exposed communication."""
 EXPLAINED_BY = {
+    "exposed communication": ("communication", "bubble", "straggler", "experts"),
     "loader": ("data",),
     "allocation": ("memory",),
     "collective issue": ("communication",),
@@ -35,7 +34,7 @@ EXPLAINED_BY = {
     "launch": (("device", "small kernels"), ("device", "host-bound launch")),
     "outside operators": (("device", "host outside operators"),),
 }
-"""Why a device is idle -> the causes, or kinds of a cause, that explain it."""
+"""Exposed communication, or why a device is idle -> the causes, or kinds of a cause, that explain it."""
 
 
 @dataclass(frozen=True)
@@ -215,7 +214,7 @@ def unexplained_parts(breakdown: Breakdown, found: list[Finding]) -> dict[str, f
     known = {one.cause for one in found} | {(one.cause, one.variant) for one in found}
     idle = {cause: s for cause, s in breakdown.idle_causes.items() if known.isdisjoint(EXPLAINED_BY.get(cause, ()))}
     parts = {f"idle, {cause}": idle.pop(cause, 0.0) for cause in ("dependency", "unknown launch")}
-    exposed = breakdown.exposed if known.isdisjoint(EXPOSED_BY) else 0.0
+    exposed = breakdown.exposed if known.isdisjoint(EXPLAINED_BY["exposed communication"]) else 0.0
     parts |= {"copies": breakdown.memory, "exposed communication": exposed, "other idle": sum(idle.values())}
     return dict(sorted(parts.items(), key=lambda part: -part[1]))
 

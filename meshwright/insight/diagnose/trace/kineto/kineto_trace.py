@@ -51,14 +51,12 @@ class KinetoTrace:
 
     @property
     def uses_device(self) -> bool:
-        """Whether the program uses a device, as far as is known: calls of the runtime tell, apart from those that only
-        wait, which the profiler makes itself. A program on Gloo without them computes on CPU, whatever devices the
-        header lists.
+        """Whether the program uses a device, as far as is known: it calls the runtime, other than to wait, as the
+        profiler itself does. A program on Gloo without such calls computes on CPU, whatever devices the header lists.
         """
         backend = str(self.distributed.get("backend", ""))
-        if ((self.events.kind == Kind.RUNTIME) & ~self.events.named("Synchronize")).any():
-            return True
-        return backend != "gloo" and bool(self.header.get("deviceProperties") or "nccl" in backend)
+        calls = (self.events.kind == Kind.RUNTIME) & ~self.events.named("Synchronize")
+        return bool(calls.any() or (backend != "gloo" and (self.header.get("deviceProperties") or "nccl" in backend)))
 
     def steps(self) -> tuple[np.ndarray[Any, np.dtype[np.int64]], Intervals]:
         """The numbers and the times of the steps (`ProfilerStep#` annotations) in order."""
