@@ -17,6 +17,11 @@ QUICK = ("slow loader", "slow rank in data", "skewed experts")
 """Faults that the default run of the tests injects; the others take longer, or need a quiet machine."""
 
 
+def has_waited(finding):
+    """Whether the verdict is that another program on this machine may have made the ranks wait for each other."""
+    return (finding.cause, finding.variant) == ("not judged", "waits")
+
+
 def diagnose_fault(name, folder):
     """Runs the test variant of a fault, and compares the first finding with what was injected."""
     if name == "throttled link" and (reason := missing_permission()):
@@ -24,9 +29,12 @@ def diagnose_fault(name, folder):
     fault = FAULTS[name]
     run = run_fault(fault.test, folder)
     findings = diagnose_folder(run).findings
+    if fault.cause == "healthy" and has_waited(findings[0]):  # a false verdict shows in the second run as well
+        (folder / "again").mkdir()
+        findings = diagnose_folder(run_fault(fault.test, folder / "again")).findings
+        if has_waited(findings[0]):
+            pytest.skip(f"the ranks of two clean runs have waited for each other: {findings[0].sentence}")
     first, told = findings[0], [(one.cause, one.variant, one.sentence) for one in findings]
-    if fault.cause == "healthy" and (first.cause, first.variant) == ("not judged", "waits"):
-        return  # another program on this machine has made the ranks wait for each other
     assert first.cause == fault.cause, told
     assert fault.variant in ("", first.variant), told
     place = dict(fault.test.place)

@@ -103,6 +103,38 @@ def test_stack_of_a_hang_ends_in_the_users_own_code(run, stack, place):
     assert finding.change.action.endswith(place)
 
 
+@pytest.mark.parametrize(
+    ("file", "is_own"),
+    [
+        ("/home/u/meshwright/rl/mine.py", True),
+        ("/data/lib/python3/code.py", True),
+        ("/site/meshwright/callbacks.py", False),
+        ("/usr/lib64/python3.11/threading.py", False),
+        ("/root/.pyenv/versions/3.11/lib/python3.11/queue.py", False),
+        ("/usr/lib/python3/dist-packages/yaml/loader.py", False),
+    ],
+)
+def test_own_code_is_told_from_libraries_by_its_folder(file, is_own):
+    place = hangs.blocked_place(FAULTHANDLER % f'  File "{file}", line 3 in mine\n')
+    assert place.startswith(f"mine ({file}, line 3), blocked in ") == is_own
+
+
+@pytest.mark.parametrize(
+    ("file", "is_own"),
+    [
+        ("code/train.py", True),
+        ("types/model.py", True),
+        ("select/model.py", True),
+        ("multiprocessing/process.py", False),
+        ("queue.py", False),
+        ("meshwright/callbacks.py", False),
+    ],
+)
+def test_own_code_is_told_from_libraries_where_py_spy_has_cut_the_folder_off(file, is_own):
+    place = hangs.blocked_place(PY_SPY % f"    mine ({file}:3)\n")
+    assert place.startswith(f"mine ({file}, line 3), blocked in ") == is_own
+
+
 def test_run_that_waits_for_a_rank_now_is_a_hang_in_progress(run, monkeypatch):
     run.begin()
     run.steps(0, noisy(6))
@@ -172,3 +204,25 @@ def test_collectives_that_the_log_calls_different_are_the_cause_of_a_crash(run, 
     assert "rank 1 at step 9, forward" in finding.sentence
     assert "same collectives in the same order" in finding.change.action
     assert "infrastructure" not in [one.variant for one in diagnose_run(run.history())]
+
+
+@pytest.mark.parametrize(
+    ("message", "counts", "rank"),
+    [(GLOO, (27, 26), None), (GLOO, (27, 26, 26), 0), (GLOO, (27, 26, 25), None), (WATCHDOG, (27, 26), 1)],
+)
+def test_rank_that_calls_an_extra_collective_is_named_only_if_the_others_agree(run, message, counts, rank):
+    run.begin(ranks=len(counts))
+    run.steps(0, noisy(9))
+    ranks = rank_rows(*(("step 9, sync", count) for count in counts))
+    run.end("failed", rank=0, step=9, error_type="Killed", message=message, ranks=ranks)
+    (finding,) = hangs.find(run.history())
+    assert (finding.variant, finding.rank) == ("different collectives", rank)
+
+
+def test_of_two_ranks_in_different_collectives_none_is_named(run):
+    run.begin()
+    run.steps(0, noisy(9))
+    ranks = rank_rows(("step 9, sync, waiting in my all-reduce", 36), ("step 9, sync, waiting in bucket 0", 36))
+    run.end("hang", step=9, message="ranks make no progress", ranks=ranks)
+    (finding,) = hangs.find(run.history())
+    assert (finding.variant, finding.rank) == ("different collectives", None)

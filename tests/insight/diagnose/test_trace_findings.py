@@ -78,6 +78,36 @@ def test_time_that_no_cause_explains_follows_what_was_found(tmp_path: Path) -> N
     assert [one.cause for one in diagnose(tmp_path, make_trace(step)).findings] == ["data", "not judged"]
 
 
+@pytest.mark.parametrize("loader", [0, 300])
+def test_small_finding_does_not_explain_exposed_communication(tmp_path: Path, loader: int) -> None:
+    """The all-gather overlaps all compute and is exposed beyond it, which no overlap could mend."""
+
+    def step(trace: TraceBuilder, begin: float) -> None:
+        if loader:
+            trace.add("user_annotation", LOADER, begin, loader)
+        begin += loader
+        trace.kernel("ncclDevKernel_AllGather_RING_LL", begin, 5600, begin - 60 * (not loader), 20)
+        for number in range(10):
+            trace.kernel("gemm", begin + 200 + number * 400, 400, begin - 50 * (not loader) + number)
+
+    findings = diagnose(tmp_path, make_trace(step, length=5600 + loader)).findings
+    assert [one.cause for one in findings] == ["data"] * bool(loader) + ["not judged"]
+    assert "exposed communication" in findings[-1].sentence
+    assert "idle" not in findings[-1].sentence
+
+
+@pytest.mark.parametrize("launches", [True, False])
+def test_calls_of_the_runtime_tell_that_a_program_on_gloo_uses_a_device(tmp_path: Path, launches: bool) -> None:
+    def step(trace: TraceBuilder, begin: float) -> None:
+        trace.add("cpu_op", "aten::mm", begin, 5_000)
+        if launches:
+            trace.add("cuda_runtime", "cudaLaunchKernel", begin + 10, 5, correlation=int(begin))
+
+    trace = make_trace(step)
+    trace.header["distributedInfo"]["backend"] = "gloo"
+    assert [rank.is_judged for rank in diagnose(tmp_path, trace).ranks] == [not launches]
+
+
 @pytest.mark.parametrize("device", [True, False])
 def test_trace_without_device_events_is_never_healthy(tmp_path: Path, device: bool) -> None:
     """Of a program that uses a device, the operators of the host show no cause at all."""

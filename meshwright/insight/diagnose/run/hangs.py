@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import re
 import sys
+import sysconfig
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from itertools import takewhile
+from pathlib import Path
 
 from meshwright.base.history.attempts import AttemptHistory
 from meshwright.base.history.run_history import RunHistory
@@ -24,10 +26,10 @@ FRAME = re.compile(r'\s*(?:File "(.+)", line (\d+) in (.+)|(\S+) \((.+):(\d+)\))
 """A frame as faulthandler and as py-spy write it."""
 RANK_FUNCTIONS = ("train_rank", "_rank_main")
 """Functions that only Meshwright calls: what called them has started the job."""
-LIBRARY = re.compile(r"/lib/python\d|site-packages/|/meshwright/(?:base|core|insight|ops|planner|prover|rl)/|<frozen ")
-"""Files of Python, of installed packages and of Meshwright, on any machine."""
-LIBRARY_PACKAGES = {"torch", "meshwright", *sys.stdlib_module_names}
-"""The same where py-spy has cut the folder off."""
+LIBRARY = re.compile(r"/lib(?:64)?/python\d+\.\d+t?/|(?:site|dist)-packages/|<frozen ")
+"""Files of Python and of installed packages, on any machine."""
+PACKAGE = re.compile(r"(?:.*/)?meshwright/")
+"""The folder of Meshwright, in the file of one of RANK_FUNCTIONS."""
 
 
 @dataclass(frozen=True)
@@ -121,7 +123,10 @@ def describe_hang(history: RunHistory, attempt: AttemptHistory, hung: list[Attem
             f"ranks enter different collectives at step {incident.step}: rank {odd.rank} is in {odd.collective} and "
             f"rank {other.rank} in {other.collective}"
         )
-        rank = odd.rank if rank is None else rank
+        if rank is None and sum(row.collective == odd.collective for row in ranks if row.collective) * 2 < sum(
+            bool(row.collective) for row in ranks
+        ):
+            rank = odd.rank
         action = SAME_ORDER
     elif incident.mismatch:
         variant, rank = "different collectives", mismatched_rank(incident, ranks)
@@ -163,12 +168,16 @@ def attempt_log(history: RunHistory, attempt: AttemptHistory, rank: int | None) 
 
 
 def mismatched_rank(incident: Incident, ranks: list[RankLocation]) -> int | None:
-    """The rank that differs: the one that the watchdog names, or the one that has entered the fewest collectives."""
+    """The rank that differs: the one that the watchdog names, or the only one that has entered another number of
+    collectives than the others. Of two ranks, nothing tells which one is wrong.
+    """
     if named := re.search(r"collective \d+ is .+? on rank (\d+) and ", incident.mismatch):
         return int(named[1])
-    fewest = min((row.collectives for row in ranks), default=0)
-    behind = [row.rank for row in ranks if row.collectives == fewest]
-    return behind[0] if len(behind) == 1 else None
+    for row in ranks if len(ranks) > 2 else ():
+        others = {other.collectives for other in ranks if other is not row}
+        if len(others) == 1 and row.collectives not in others:
+            return row.rank
+    return None
 
 
 def one_line(text: str) -> str:
@@ -179,22 +188,38 @@ def one_line(text: str) -> str:
 def blocked_place(stack: str) -> str:
     """The innermost frame of the user's own code on the main thread, and the call that blocks; '' without a stack."""
     frames = main_frames(stack)
-    own = next((frame for frame in frames if is_own(frame[1])), None)
+    install = install_folder(stack)
+    own = next((frame for frame in frames if is_own(frame[1], install)), None)
     places = [f"{name} ({file}, line {line})"[:MAX_LINE] for name, file, line in filter(None, (own, *frames[:1]))]
     return ", blocked in ".join(dict.fromkeys(places))
 
 
 def main_frames(stack: str) -> list[tuple[str, str, str]]:
     """(function, file, line) of the frames of the main thread since the rank began, the innermost first."""
+    return list(takewhile(lambda frame: frame[0] not in RANK_FUNCTIONS, all_frames(stack)))
+
+
+def all_frames(stack: str) -> list[tuple[str, str, str]]:
+    """The same with the frames that have started the job."""
     marker = "MainThread" if "MainThread" in stack else "Current thread"
     lines = takewhile(
         lambda line: line.strip() and not line.startswith("Thread"), stack.partition(marker)[2].splitlines()[1:]
     )
     parts = [match.groups() for match in map(FRAME.match, lines) if match]
-    frames = [(name or name_2, file or file_2, line or line_2) for file, line, name, name_2, file_2, line_2 in parts]
-    return list(takewhile(lambda frame: frame[0] not in RANK_FUNCTIONS, frames))
+    return [(name or name_2, file or file_2, line or line_2) for file, line, name, name_2, file_2, line_2 in parts]
 
 
-def is_own(file: str) -> bool:
-    """Whether a file belongs neither to Meshwright nor to torch nor to Python."""
-    return not LIBRARY.search(file) and file.partition("/")[0].removesuffix(".py") not in LIBRARY_PACKAGES
+def install_folder(stack: str) -> str:
+    """Where Meshwright is installed on the machine of the stack, else on this one."""
+    files = [PACKAGE.match(file) for name, file, _ in all_frames(stack) if name in RANK_FUNCTIONS]
+    return next((match[0] for match in files if match), f"{Path(__file__).parents[3]}/")
+
+
+def is_own(file: str, install: str) -> bool:
+    """Whether a file belongs neither to Meshwright nor to torch nor to Python. py-spy cuts the folder off."""
+    if LIBRARY.search(file) or file.startswith((install, "meshwright/", "torch/")):
+        return False
+    top, folder, _ = file.partition("/")
+    if folder:
+        return not (top in sys.stdlib_module_names and Path(sysconfig.get_path("stdlib"), top).is_dir())
+    return top.removesuffix(".py") not in sys.stdlib_module_names

@@ -26,6 +26,8 @@ EARLY_STEPS = 10
 """The first steps of a run, in which the loss changes so fast that a spike says nothing."""
 RAISED = 2.0
 """A schedule that raises the learning rate by this factor is reported."""
+LOWERED = 0.9
+"""A rate below this share of one at which the loss did not diverge is not blamed for a divergence."""
 GROWN_NORM = 10.0
 """A gradient norm that has grown by this factor supports a divergence."""
 
@@ -51,6 +53,8 @@ def find(history: RunHistory) -> Iterator[Finding]:
 def describe_divergence(history: RunHistory, table: StepTable, divergence: Divergence) -> Finding:
     index = divergence.index
     step, rate = int(table.step[index]), rate_in_effect(table, index, SMOOTHED_STEPS)
+    worked = rate_in_effect(table, max(0, index - SMOOTHED_STEPS - 1), index)
+    is_blamed = rate > 0 and rate >= LOWERED * worked
     configured = finite_number(bounded_object(history.config.get("optimizer")).get("lr")) or 0.0
     setting = configured if configured > 0 else rate
     raised = f", {rate / setting:.0f} times optimizer.lr by the schedule," if rate > RAISED * setting else ""
@@ -69,19 +73,25 @@ def describe_divergence(history: RunHistory, table: StepTable, divergence: Diver
         evidence.append(MeasuredFigure("steps whose loss is not finite", broken, "count"))
     to = f"rises to {divergence.after:.4g} and stays there" if np.isfinite(divergence.after) else "is not finite"
     confidence: Confidence = "high" if grown or broken or divergence.after > 2 * abs(divergence.before) else "medium"
+    verdict = f"; the learning rate {rate:.3g}{raised} is too high"
+    samples = ""
+    if not is_blamed:
+        confidence = "medium" if confidence == "high" else "low"
+        below = f"; the learning rate {rate:.3g} is below {worked:.3g}, at which the loss did not diverge"
+        verdict = below if rate > 0 else ""
+        samples = f"look at the samples of the steps before {step}; "
     return Finding(
         "numerics",
         "divergence",
-        f"the loss diverges from step {step} on: it was {divergence.before:.4g} and {to}; the learning rate "
-        f"{rate:.3g}{raised} is too high",
+        f"the loss diverges from step {step} on: it was {divergence.before:.4g} and {to}{verdict}",
         (len(table) - index) / len(table),
         confidence,
         step=step,
         evidence=tuple(evidence),
         change=Change(
             # The schedule multiplies the setting: a tenth of it is a tenth of the rate in effect at every step.
-            (f"optimizer.lr = {min(setting / 10, rate / 2):.2g}",) if rate > 0 else (),
-            "a longer schedule.warmup, or optimizer.clip = 1 if clipping is off, may be enough",
+            (f"optimizer.lr = {min(setting / 10, rate / 2):.2g}",) if is_blamed else (),
+            f"{samples}a longer schedule.warmup, or optimizer.clip = 1 if clipping is off, may be enough",
         ),
         check=f"meshwright replay RUN --step {max(0, step - 1)}",
     )

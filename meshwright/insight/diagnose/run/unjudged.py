@@ -16,11 +16,14 @@ from meshwright.insight.diagnose.run.timed_steps import Seconds, TimedSteps, com
 BETWEEN = {"evaluate": "evaluation", "save": "saves", "callback": "callbacks"}
 """Phase between two steps -> what a sentence calls it."""
 OTHER, WAITS = "records and logging", "waits for the slowest rank"
+TOGETHER = "several of these together"
+"""What no part costs by itself, because another rank takes as long in another part."""
 NEXT = {
     "evaluation": "evaluate more rarely (eval.every), or fewer samples (eval.samples)",
     "saves": "save more rarely (checkpoint.every, checkpoint.seconds), or look at the disk of the run folder",
     "callbacks": "let callbacks do their work every few steps, or in a thread of their own",
     OTHER: "look at what the loop does between steps: logging, trackers, and the disk of the run folder",
+    TOGETHER: "the parts lie beside each other on different ranks: let all of them take less time",
     WAITS: "no rank is behind in most steps or at a period: look for other processes on the hosts, and at the samples",
 }
 """Part of the time -> what to do about it."""
@@ -40,8 +43,8 @@ class Periods:
     """of these, those before the step begins"""
     local: Seconds
     """those of the step that the rank spends by itself"""
-    outside: dict[str, Seconds]
-    """phase of BETWEEN -> seconds of the gap"""
+    parts: dict[str, Seconds]
+    """what a sentence calls a part -> its seconds of the gap; together all of it"""
 
     @property
     def total(self) -> float:
@@ -49,13 +52,15 @@ class Periods:
 
     def between(self) -> dict[str, float]:
         """Seconds between steps that all ranks lose, by part. A step cannot be complete before the slowest rank is, so
-        that a part costs as much as the slowest rank would end sooner without it.
+        that a part costs as much as the slowest rank would end sooner without it, and no more than all of them do.
         """
         own = self.gap + self.local
         slowest = own.max(axis=0)
-        parts = {BETWEEN[p]: float((slowest - (own - s).max(axis=0)).sum()) for p, s in self.outside.items()}
-        whole = float((slowest - self.local.max(axis=0)).sum())
-        return parts | {OTHER: max(0.0, whole - sum(parts.values()))}
+        parts = {name: float((slowest - (own - s).max(axis=0)).sum()) for name, s in self.parts.items()}
+        whole, alone = float((slowest - self.local.max(axis=0)).sum()), sum(parts.values())
+        if alone > whole:
+            return {name: seconds * whole / alone for name, seconds in parts.items()} | {TOGETHER: 0.0}
+        return parts | {TOGETHER: whole - alone}
 
 
 def find_unjudged(history: RunHistory, steps: TimedSteps, found: Sequence[Finding]) -> Iterator[Finding]:
@@ -74,7 +79,11 @@ def find_unjudged(history: RunHistory, steps: TimedSteps, found: Sequence[Findin
     if between + waits <= UNJUDGED_SHARE:
         return
     shares = {name: seconds / total for name, seconds in parts.items()}
-    named = [f"{name} {share:.0%}" for name, share in sorted(shares.items(), key=lambda p: -p[1]) if share >= 0.01]
+    names = sorted((name for name, share in shares.items() if share >= 0.01), key=lambda name: -shares[name])
+    named = [f"{name} {shares[name]:.0%}" for name in names]
+    if shares[TOGETHER] >= 0.01:
+        present = [name for name, seconds in periods.parts.items() if seconds.mean(axis=0).sum() >= 0.01 * total]
+        named.append(f"{named.pop(names.index(TOGETHER))}: {', '.join(present)}")
     rank = longest_rank(periods, steps) if between >= waits else None
     where = f", most of it on rank {rank}" if rank is not None else ""
     sentences = [f"{between:.0%} of the time is between steps ({', '.join(named)}){where}"] if named else []
@@ -110,12 +119,13 @@ def read_periods(history: RunHistory, steps: TimedSteps) -> Periods | None:
         return None
     kept = [np.isin(table.step, rows[0].step) for table, _ in with_gaps]
     gap = np.stack([gaps[mask] for (_, gaps), mask in zip(with_gaps, kept, strict=True)])
-    outside = {phase: np.nan_to_num(np.stack([row.outside[phase] for row in rows])) for phase in BETWEEN}
+    parts = {name: np.nan_to_num(np.stack([row.outside[phase] for row in rows])) for phase, name in BETWEEN.items()}
+    parts = {name: np.clip(seconds, 0.0, gap) for name, seconds in parts.items()}
     return Periods(
         gap + np.stack([row.seconds for row in rows]),
         gap,
         np.stack([row.local_seconds for row in rows]),
-        {phase: np.clip(seconds, 0.0, gap) for phase, seconds in outside.items()},
+        parts | {OTHER: np.maximum(0.0, gap - np.sum(list(parts.values()), axis=0))},
     )
 
 

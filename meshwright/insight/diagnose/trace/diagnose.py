@@ -25,6 +25,17 @@ from meshwright.insight.diagnose.trace.kineto.kineto_trace import EXPECTED, Kine
 from meshwright.insight.diagnose.trace.rank_findings import CHECK, find_data, find_device, find_memory
 from meshwright.insight.diagnose.trace.rank_summary import RankSummary, summarize
 
+EXPLAINED_BY = {
+    "exposed communication": ("communication", "bubble", "straggler", "experts"),
+    "loader": ("data",),
+    "allocation": ("memory",),
+    "collective issue": ("communication",),
+    "synchronization": (("device", "synchronization"),),
+    "launch": (("device", "small kernels"), ("device", "host-bound launch")),
+    "outside operators": (("device", "host outside operators"),),
+}
+"""Exposed communication, or why a device is idle -> the causes, or kinds of a cause, that explain it."""
+
 
 @dataclass(frozen=True)
 class RankDiagnosis:
@@ -197,16 +208,14 @@ def find_unjudged(ranks: list[RankDiagnosis], found: list[Finding]) -> Iterator[
 
 
 def unexplained_parts(breakdown: Breakdown, found: list[Finding]) -> dict[str, float]:
-    """The seconds of a rank that are not compute and belong to no cause: part -> seconds, the largest first. Copies,
-    and activities that wait for others, belong to none; the rest does if there is a finding.
+    """The seconds of a rank that are not compute and belong to no finding: part -> seconds, the largest first. Copies,
+    and activities that wait for others, belong to none; the rest does if there is a finding of its own cause.
     """
-    causes = breakdown.idle_causes
-    parts = {"copies": breakdown.memory} | {
-        f"idle, {cause}": causes.get(cause, 0.0) for cause in ("dependency", "unknown launch")
-    }
-    if not found:
-        idle = breakdown.idle - sum(seconds for name, seconds in parts.items() if name != "copies")
-        parts |= {"exposed communication": breakdown.exposed, "other idle": idle}
+    known = {one.cause for one in found} | {(one.cause, one.variant) for one in found}
+    idle = {cause: s for cause, s in breakdown.idle_causes.items() if known.isdisjoint(EXPLAINED_BY.get(cause, ()))}
+    parts = {f"idle, {cause}": idle.pop(cause, 0.0) for cause in ("dependency", "unknown launch")}
+    exposed = breakdown.exposed if known.isdisjoint(EXPLAINED_BY["exposed communication"]) else 0.0
+    parts |= {"copies": breakdown.memory, "exposed communication": exposed, "other idle": sum(idle.values())}
     return dict(sorted(parts.items(), key=lambda part: -part[1]))
 
 

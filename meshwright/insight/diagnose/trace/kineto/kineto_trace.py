@@ -51,12 +51,12 @@ class KinetoTrace:
 
     @property
     def uses_device(self) -> bool:
-        """Whether the program uses a device, as far as is known. A program on Gloo computes on CPU, whatever devices
-        the header lists.
+        """Whether the program uses a device, as far as is known: it calls the runtime, other than to wait, as the
+        profiler itself does. A program on Gloo without such calls computes on CPU, whatever devices the header lists.
         """
         backend = str(self.distributed.get("backend", ""))
-        signs = self.header.get("deviceProperties"), "nccl" in backend, (self.events.kind == Kind.RUNTIME).any()
-        return backend != "gloo" and any(map(bool, signs))
+        calls = (self.events.kind == Kind.RUNTIME) & ~self.events.named("Synchronize")
+        return bool(calls.any() or (backend != "gloo" and (self.header.get("deviceProperties") or "nccl" in backend)))
 
     def steps(self) -> tuple[np.ndarray[Any, np.dtype[np.int64]], Intervals]:
         """The numbers and the times of the steps (`ProfilerStep#` annotations) in order."""
