@@ -18,7 +18,7 @@ def is_number(value: Any) -> bool:
 
 
 def is_count(value: Any) -> bool:
-    return type(value) is int and value >= 0
+    return type(value) is int and 0 <= value < 1 << 64
 
 
 def is_loss(value: Any) -> bool:
@@ -87,6 +87,9 @@ def find_manifest_damage(manifest: Manifest) -> Iterator[Damage]:
     """What is wrong with the values of the manifest."""
     position = ROLLOUTS if "frontier" in manifest.data else STREAM
     yield from find_wrong_values(MANIFEST_FILE, "data.", manifest.data, position)
+    if position is STREAM and manifest.data.get("step") != manifest.step:
+        expected = f"data.step = {manifest.step}, the step of the checkpoint"
+        yield Damage(MANIFEST_FILE, WHOLE_FILE, expected, repr(manifest.data.get("step"))[:100])
     yield from find_wrong_values(MANIFEST_FILE, "schedule.", manifest.schedule, {"lr": is_number})
     yield from find_wrong_values(MANIFEST_FILE, "counters.", manifest.counters, COUNTERS)
     if manifest.scaler or manifest.identity.get("precision.compute") == "fp16":

@@ -130,6 +130,8 @@ def replaced(table, key, value):
         (without("counters", "evaluations"), "counters.evaluations"),
         (replaced("counters", "evaluations", [[1]]), "counters.evaluations"),
         (without("rng", "data/0"), "rng.data/0"),
+        (replaced("rng", "data/0", 10**25), "rng.data/0"),
+        (replaced("data", "step", 3), "data.step = 4, the step of the checkpoint"),
         (replaced("scaler", "scale", 1.0), "scaler.finite_steps"),
         (replaced("identity", "precision.compute", "fp16"), "scaler.scale"),
         (replaced("identity", "steps", "4"), "identity.steps"),

@@ -173,6 +173,11 @@ for template in json.load(sys.stdin):
         "{% macro a() %}{{ a() }}{% endmacro %}{{ a() }}",
         "{{ raise_exception('no') }}",
         "{% for %}",
+        "{% for i in range(99999) %}" + "{% if messages.y %}{% endif %}" * 400 + "{% endfor %}",
+        "{% macro m() %}" + "{% set x=1 %}" * 900 + "{% endmacro %}{% for i in range(99999) %}{{ m() }}{% endfor %}",
+        "{% set " + ", ".join(f"a{i}" for i in range(90)) + " = messages %}" + "{% include a0 %}" * 90,
+        "{% import 'x' as y %}",
+        "{% extends 'x' %}",
     ],
 )
 def test_hostile_template_is_refused(template, monkeypatch):

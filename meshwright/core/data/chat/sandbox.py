@@ -30,6 +30,8 @@ ELEMENT = 16
 """Characters that count for an element of a list: its object takes about 64 bytes."""
 STEP_CHARACTERS = 64
 """Characters of a text that are read or written in one step."""
+STATEMENTS_PER_STEP = 4
+"""Nodes of the syntax tree in the body of a loop or of a macro that are run in one step."""
 STEP_COMPARISONS = 512
 """Characters of a text that are compared in one step."""
 MAX_BITS = 64
@@ -91,7 +93,22 @@ class BoundedCode(CodeGenerator):
 
     def visit_For(self, node: nodes.For, frame: Frame) -> None:
         node.iter = call("read_items", [node.iter], node)
+        pay_for_body(node)
         super().visit_For(node, frame)
+
+    def visit_Macro(self, node: nodes.Macro, frame: Frame) -> None:
+        pay_for_body(node)
+        super().visit_Macro(node, frame)
+
+    def visit_CallBlock(self, node: nodes.CallBlock, frame: Frame) -> None:
+        pay_for_body(node)
+        super().visit_CallBlock(node, frame)
+
+    def refuse(self, node: nodes.Node, _frame: Frame) -> Never:
+        """There is no other template to load, and each statement copies all names, which takes quadratic memory."""
+        raise LimitExceeded(f"{type(node).__name__.lower()} is not available in a chat template", OTHER_TEMPLATE)
+
+    visit_Include = visit_Import = visit_FromImport = visit_Extends = refuse
 
     def visit_Concat(self, node: nodes.Concat, frame: Frame) -> None:
         self.visit(call("concatenate", node.nodes, node), frame)
@@ -124,6 +141,13 @@ class BoundedCode(CodeGenerator):
         self.write("environment.made(")
         super().visit_Dict(node, frame)
         self.write(")")
+
+
+def pay_for_body(node: nodes.For | nodes.Macro | nodes.CallBlock) -> None:
+    """Each round of a loop, and each call of a macro, pays for its statements: many of them pay for nothing else."""
+    size = sum(1 for statement in node.body for _ in statement.find_all(nodes.Node)) // STATEMENTS_PER_STEP
+    if size:
+        node.body.insert(0, nodes.ExprStmt(call("pay", [nodes.Const(size)], node), lineno=node.lineno))
 
 
 def call(method: str, arguments: list[Any], origin: nodes.Node) -> nodes.Call:
