@@ -7,8 +7,8 @@ import pytest
 from tests.repository.imports import CLOSURES, MAY_IMPORT, area, closure, forbidden_imports, lines, module_paths
 
 MAX_LINES = {
-    "base": 17_900,
-    "core": 34_900,
+    "base": 17_850,
+    "core": 34_950,
     "planner": 16_600,
     "insight": 11_950,
     "prover": 14_350,
@@ -18,9 +18,9 @@ MAX_LINES = {
 """The budget of each area. An area that needs more lines takes them from another one, in this table."""
 
 MAX_IMPORTED_LINES = {
-    "the trainer's loop": 41_300,
-    "the supervisor": 7_800,
-    "saver and restore": 10_500,
+    "the trainer's loop": 41_400,
+    "the supervisor": 6_050,
+    "saver and restore": 8_700,
     "the stream": 700,
     "diagnose of a trace": 2_950,
 }
