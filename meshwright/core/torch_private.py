@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from functools import partial, wraps
 from typing import Any
@@ -99,6 +99,24 @@ def split_graphs_at_buckets(split: bool) -> None:
 def set_recompile_limit(limit: int) -> None:
     """Sets how many graphs torch.compile makes of one function before it runs the function eagerly."""
     torch._dynamo.config.recompile_limit = limit
+
+
+def hide_user_folders_from_inductor(folders: Iterable[str]) -> None:
+    """Starts the Pythons of TorchInductor, which examine the processor and compile, without the current folder and
+    these folders of the user on their path: they would run a `ctypes.py` or `sitecustomize.py` that is there.
+    """
+    from torch._inductor import autotune_process, cpu_vec_isa, utils
+    from torch._inductor.compile_worker import subproc_pool
+
+    hidden = {"", *folders}
+
+    def environment() -> dict[str, str]:
+        path = os.pathsep.join(folder for folder in sys.path if folder not in hidden)
+        return {**os.environ, "PYTHONPATH": os.environ.get("TORCH_CUSTOM_PYTHONPATH", path), "PYTHONSAFEPATH": "1"}
+
+    for module in (utils, autotune_process, cpu_vec_isa, subproc_pool):
+        if hasattr(module, "python_subprocess_env"):
+            module.python_subprocess_env = environment  # type: ignore[attr-defined]
 
 
 def inside_backward() -> bool:

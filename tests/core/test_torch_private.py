@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ast
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -98,3 +100,25 @@ def test_every_wrapper_of_waits_is_called_once(monkeypatch):
         torch_private.wrap_collective_waits(wrapper)
     _functional_collectives.wait_tensor(torch.ones(1))
     assert called == ["child", "parent"]
+
+
+def test_pythons_of_inductor_import_nothing_of_the_users_folders(tmp_path, monkeypatch):
+    from torch._inductor import autotune_process, cpu_vec_isa, utils
+    from torch._inductor.compile_worker import subproc_pool
+
+    for module in (autotune_process, cpu_vec_isa, utils, subproc_pool):
+        monkeypatch.setattr(module, "python_subprocess_env", utils.python_subprocess_env)
+    for name in ("ctypes", "sitecustomize"):
+        (tmp_path / f"{name}.py").write_text("import os; os.write(1, b'ran')")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.chdir(tmp_path)
+
+    def output() -> bytes:
+        command = [sys.executable, "-c", "import ctypes"]
+        return subprocess.run(
+            command, env=cpu_vec_isa.python_subprocess_env(), stdout=subprocess.PIPE, timeout=60
+        ).stdout
+
+    assert b"ran" in output()
+    torch_private.hide_user_folders_from_inductor([str(tmp_path)])
+    assert output() == b""

@@ -12,11 +12,13 @@ import torch
 from torch import nn
 
 from meshwright.base.config import RunConfig
+from meshwright.base.environment import user_folders
 from meshwright.base.io import meshwright_home
 from meshwright.core.parallel.parallel_spec import ParallelSpec, find_blocks
 from meshwright.core.parallel.world import device_type
 from meshwright.core.torch_private import (
     default_compile_cache,
+    hide_user_folders_from_inductor,
     inductor_with_memory_budget,
     set_recompile_limit,
     split_graphs_at_buckets,
@@ -38,6 +40,7 @@ def apply_compile(
     set_recompile_limit(RECOMPILE_LIMIT)
     split_graphs_at_buckets(scope == "model")
     use_compile_cache()
+    hide_user_folders_from_inductor(user_folders())
     backend = "inductor" if memory_budget is None else inductor_with_memory_budget(memory_budget)
     for block in find_blocks(model, spec):
         block.forward = torch.compile(block.forward, backend=backend)

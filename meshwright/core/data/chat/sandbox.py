@@ -104,7 +104,7 @@ class BoundedCode(CodeGenerator):
         pay_for_body(node)
         super().visit_CallBlock(node, frame)
 
-    def refuse(self, node: nodes.Node, _frame: Frame) -> Never:
+    def refuse(self, node: nodes.Node, frame: Frame) -> Never:  # noqa: ARG002
         """There is no other template to load, and each statement copies all names, which takes quadratic memory."""
         raise LimitExceeded(f"{type(node).__name__.lower()} is not available in a chat template", OTHER_TEMPLATE)
 
