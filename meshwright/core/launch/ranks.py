@@ -16,8 +16,8 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from functools import cache
 from multiprocessing.connection import Connection, wait
@@ -128,9 +128,11 @@ class Ranks:
             process = context.Process(target=_rank_main, args=target_args, name=f"rank {rank}")
             self._processes[rank] = process
             self._pipes[rank] = reader
-            start_safely(process) if isinstance(payload, str) else process.start()
+            with interrupt_after_fork():
+                start_safely(process) if isinstance(payload, str) else process.start()
             writer.close()
-        self._guard = DescendantGuard([(f"{self._mark}-{rank}", p.pid) for rank, p in self._processes.items()])
+        with interrupt_after_fork():
+            self._guard = DescendantGuard([(f"{self._mark}-{rank}", p.pid) for rank, p in self._processes.items()])
 
     def _kill_started(self) -> None:
         """Kills the ranks that were started before the start failed or was interrupted."""
@@ -291,6 +293,18 @@ def raise_if_spawning() -> None:
         )
 
 
+@contextmanager
+def interrupt_after_fork() -> Iterator[None]:
+    """Delays Ctrl-C until the hooks that Python runs after a fork have ended: an exception in them is ignored, and the
+    interrupt would be lost.
+    """
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
 @cache
 def preload_optimizer() -> None:
     """Makes torch import its optimizers here, once, instead of in every rank (1.5 s)."""
@@ -341,6 +355,7 @@ def _rank_main(
     lead_session(mark)
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)  # until the function installs its own handlers
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGINT})  # `interrupt_after_fork` of the parent
     status = 0
     heartbeat = Heartbeat()
     try:

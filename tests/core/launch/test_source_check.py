@@ -115,3 +115,15 @@ def test_signal_ends_a_run_whose_dataset_blocks(tmp_path, number):
     finally:
         job.kill()
         job.wait()
+
+
+def test_interrupt_during_the_hooks_of_a_fork_is_not_lost():
+    """Python ignores an exception in a hook that runs after a fork."""
+    script = """
+import os, signal
+from meshwright.core.launch.ranks import run_ranks
+os.register_at_fork(after_in_parent=lambda: os.kill(os.getpid(), signal.SIGINT))
+run_ranks(print, 1)
+"""
+    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=100)
+    assert done.returncode == -signal.SIGINT, done.stderr
